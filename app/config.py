@@ -1,0 +1,100 @@
+"""Settings: flag > POCKETREEL_* environment > config.toml in the data folder > default. And where bundled files lie."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from app.errors import ConfigError
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+@cache
+def bundled(*parts: str) -> Path:
+    """A file or folder that ships with the program: inside the wheel, or beside `app/` in a checkout."""
+    packaged = _PACKAGE / "_bundled"
+    return (packaged if packaged.is_dir() else _PACKAGE.parent).joinpath(*parts)
+
+
+def default_data_dir() -> Path:
+    """POCKETREEL_DATA_DIR, else the platform's folder for application data. All that the program keeps lies there."""
+    chosen = os.environ.get("POCKETREEL_DATA_DIR")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    return Path(platformdirs.user_data_dir("pocketreel", appauthor=False))
+
+
+class Settings(BaseSettings):
+    """What can be set. Every field is also a key of config.toml and, in capitals, a POCKETREEL_* variable."""
+
+    model_config = SettingsConfigDict(env_prefix="POCKETREEL_", extra="forbid", frozen=True)
+
+    data_dir: Path = Field(default_factory=default_data_dir)
+    host: str = "127.0.0.1"
+    port: int = Field(7860, ge=0, le=65535)
+    worker_idle_seconds: float = Field(900.0, ge=0)
+    """A warm worker that long without a job gives its memory back."""
+    cancel_grace_seconds: float = Field(1.0, ge=0)
+    """How long a cancel waits for the run to stop by itself before the worker's process group is ended."""
+    log_files_kept: int = Field(20, ge=1)
+
+
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - fixed signature; a .env in a working folder must not count
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        toml = default_data_dir() / "config.toml"
+        return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls, toml_file=toml))
+
+    @property
+    def database(self) -> Path:
+        return self.data_dir / "pocketreel.sqlite3"
+
+    @property
+    def outputs(self) -> Path:
+        return self.data_dir / "outputs"
+
+    @property
+    def logs(self) -> Path:
+        return self.data_dir / "logs"
+
+    @property
+    def locks(self) -> Path:
+        return self.data_dir / "locks"
+
+    @property
+    def user_presets(self) -> Path:
+        """A person's own models/*.toml and hardware/*.toml, beside the ones that ship."""
+        return self.data_dir / "presets"
+
+
+def load_settings(**flags: Any) -> Settings:
+    """Settings with the given flags on top (None = not given).
+
+    Raises:
+        ConfigError: a value is wrong; names where it came from and what is allowed.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors())
+        raise ConfigError(
+            f"A setting is wrong: {problems}. Settings come from flags, POCKETREEL_* variables and "
+            f"{default_data_dir() / 'config.toml'}, in this order."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{default_data_dir() / 'config.toml'} cannot be read: {error}. Correct or delete it.") from None

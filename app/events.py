@@ -1,0 +1,106 @@
+"""The messages that cross the process boundary, one JSON document a line; no tensors and no pickle ever do.
+
+Commands go down the worker's stdin, events come up its stdout. A worker whose stdin ends has lost its parent and exits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from app.schema import ErrorKind, JsonObject, ModelCard, Plan, Progress, Report, Request, Value
+
+# ------------------------------------------------------------------------------------------------- parent -> worker
+
+
+class Run(Value):
+    """Make one video. The worker writes `partial_path` and, when it is checked, renames it to `output_path`."""
+
+    type: Literal["run"] = "run"
+    job_id: str
+    request: Request
+    plan: Plan
+    card: ModelCard
+    output_path: Path
+    partial_path: Path
+    overwrite: bool
+    metadata: JsonObject
+    """Embedded in the MP4 beside the report."""
+
+
+class Cancel(Value):
+    """Raise inside the run at the next chance. A job that is not running is ignored: it may just have ended."""
+
+    type: Literal["cancel"] = "cancel"
+    job_id: str
+
+
+class Shutdown(Value):
+    """Finish and exit."""
+
+    type: Literal["shutdown"] = "shutdown"
+
+
+Command = Annotated[Run | Cancel | Shutdown, Field(discriminator="type")]
+
+# ------------------------------------------------------------------------------------------------- worker -> parent
+
+
+class Ready(Value):
+    """The libraries are imported, commands are being read."""
+
+    type: Literal["ready"] = "ready"
+    pid: int
+    versions: dict[str, str]
+
+
+class Progressed(Value):
+    """A stage began or a step ended."""
+
+    type: Literal["progressed"] = "progressed"
+    job_id: str
+    progress: Progress
+
+
+class Heartbeat(Value):
+    """Sent every second by a thread of its own: the process lives and Python runs."""
+
+    type: Literal["heartbeat"] = "heartbeat"
+    job_id: str | None
+    rss_bytes: int
+
+
+class Completed(Value):
+    type: Literal["completed"] = "completed"
+    job_id: str
+    report: Report
+
+
+class Failed(Value):
+    """The run raised. `usable` says whether the worker may take the next job or must be replaced."""
+
+    type: Literal["failed"] = "failed"
+    job_id: str
+    kind: ErrorKind
+    message: str
+    usable: bool
+    report: Report | None = None
+    """The stages that had ended by then."""
+
+
+class Canceled(Value):
+    type: Literal["canceled"] = "canceled"
+    job_id: str
+
+
+Event = Annotated[Ready | Progressed | Heartbeat | Completed | Failed | Canceled, Field(discriminator="type")]
+
+COMMANDS: TypeAdapter[Command] = TypeAdapter(Command)
+EVENTS: TypeAdapter[Event] = TypeAdapter(Event)
+
+
+def encode(message: Value) -> bytes:
+    """One line, ready for the pipe."""
+    return message.model_dump_json().encode() + b"\n"

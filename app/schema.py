@@ -1,0 +1,400 @@
+"""The values that flow through the program: frozen, validated, JSON-ready. Sizes in bytes, times in seconds.
+
+Names are diffusers' argument names where diffusers has one. Predicted against measured is derived, never stored.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+GIB = 1024**3
+
+Bytes = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Value(BaseModel):
+    """Base of all values: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+# --------------------------------------------------------------------------------------------------------- hardware
+
+
+class Backend(StrEnum):
+    CUDA = "cuda"
+    ROCM = "rocm"
+    MPS = "mps"
+    XPU = "xpu"
+
+
+class GpuProcess(Value):
+    """Another program that holds memory on a GPU. `used_bytes` is None where the driver does not tell (Windows)."""
+
+    pid: int
+    name: str
+    used_bytes: Bytes | None = None
+
+
+class Gpu(Value):
+    """One GPU as the driver reports it. `index` is the position among the *visible* devices, as torch counts them."""
+
+    index: int
+    uuid: str
+    name: str
+    backend: Backend = Backend.CUDA
+    compute_capability: tuple[int, int] | None = None
+    total_bytes: Bytes
+    free_bytes: Bytes
+    processes: tuple[GpuProcess, ...] = ()
+    driver: str | None = None
+    pcie_generation: int | None = None
+    pcie_width: int | None = None
+    integrated: bool = False
+    verified: bool = False
+    """Whether Pocketreel was ever measured on this kind of card; False is shown as "not verified"."""
+
+    @property
+    def supports(self) -> dict[str, bool]:
+        """Number formats by compute capability: bf16 and fp16 arithmetic, fp8 storage and fp8 arithmetic apart."""
+        cc = self.compute_capability or (0, 0)
+        return {
+            "fp16": cc >= (5, 3),
+            "bf16": cc >= (8, 0),
+            "fp8_storage": cc >= (7, 0),  # upcast before use: any card with fp16 arithmetic worth having
+            "fp8_compute": cc >= (8, 9),
+        }
+
+
+class Limit(Value):
+    """A number with its source, e.g. RAM limited by `cgroup v2 (/sys/fs/cgroup/memory.max)`."""
+
+    value_bytes: Bytes
+    source: str
+
+
+class Disk(Value):
+    """Room and speed where a folder lies."""
+
+    path: Path
+    free_bytes: Bytes
+    total_bytes: Bytes
+    read_bytes_per_second: float | None = None
+
+
+class Hardware(Value):
+    """What `hardware.probe` found, before every run anew. RAM is the smallest of physical, cgroup and WSL limits."""
+
+    system: str
+    cpu_name: str
+    cpu_count: int
+    gpus: tuple[Gpu, ...] = ()
+    ram_total_bytes: Bytes
+    ram_available_bytes: Bytes
+    ram_limit: Limit
+    swap_total_bytes: Bytes = 0
+    swap_free_bytes: Bytes = 0
+    memory_pressure: float | None = None
+    """PSI `some avg10` of memory in percent, where the kernel has it."""
+    data_disk: Disk
+    spill_disk: Disk
+    host_to_device_bytes_per_second: float | None = None
+    notes: tuple[str, ...] = ()
+    """Plain sentences: what was not found and why, what was ignored (CUDA_VISIBLE_DEVICES), ..."""
+
+
+# ---------------------------------------------------------------------------------------------- catalogue (presets/)
+
+
+class Defaults(Value):
+    """What the model wants when the person says nothing; argument names of its pipeline's `__call__`."""
+
+    height: int
+    width: int
+    num_frames: int
+    fps: int
+    num_inference_steps: int
+    guidance_scale: float
+    negative_prompt: str | None = None
+    """None leaves the pipeline's own default in force."""
+
+
+class Lattice(Value):
+    """Which sizes and frame counts the model can make, and how far.
+
+    height and width are multiples of `spatial_multiple`; num_frames = k * `temporal_multiple` + 1.
+    """
+
+    spatial_multiple: int = Field(16, ge=1)
+    temporal_multiple: int = Field(4, ge=1)
+    min_side: int = Field(64, ge=1)
+    max_side: int = Field(4096, ge=1)
+    max_num_frames: int = Field(1025, ge=1)
+    max_num_inference_steps: int = Field(200, ge=1)
+    trained_sizes: tuple[str, ...] = ()
+    """'768x512' (width x height), the sizes the model was trained on; others work but may look odd."""
+
+
+class ModelCard(Value):
+    """One model of the catalogue. Exactly one of `repo_id` (Hub) and `folder` (on this disk) names its weights."""
+
+    id: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    title: str
+    summary: str = ""
+    tasks: tuple[Literal["t2v", "i2v"], ...] = ("t2v",)
+    repo_id: str | None = None
+    folder: Path | None = None
+    revision: str | None = None
+    license: str
+    pipeline: str
+    """Class name in diffusers, e.g. `Kandinsky5T2VPipeline`."""
+    defaults: Defaults
+    lattice: Lattice = Lattice()
+    vocabulary: Literal["demo"] | None = None
+    """The built-in model knows few words; `demo` makes unknown ones be named on the page."""
+    timeout_seconds: Seconds = 3600.0
+
+
+class HardwarePreset(Value):
+    """A named intent. `auto` sets nothing; the others only set limits and preferences over the same planner."""
+
+    id: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
+    title: str
+    summary: str
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    vram_limit_bytes: Bytes | None = None
+    """VRAM to use at most per GPU."""
+    ram_limit_bytes: Bytes | None = None
+    vram_keep_free_bytes: Bytes = 0
+    """VRAM to leave to other programs."""
+    timeout_seconds: Seconds | None = None
+    """None: the model card's."""
+
+
+# ------------------------------------------------------------------------------------------------- request and plan
+
+
+class Draft(Value):
+    """What a person typed: anything left None is filled from the model card. Comes from the page, the CLI or HTTP."""
+
+    model: str = "built-in"
+    """Card id, path of a diffusers folder, or Hub id `owner/name`."""
+    preset: str = "auto"
+    prompt: str
+    negative_prompt: str | None = None
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+    fps: int | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    seed: int | None = None
+    timeout_seconds: float | None = None
+
+
+class Request(Value):
+    """A resolved generation: every number final, on the model's lattice, the seed drawn. History can replay it."""
+
+    model: str
+    preset: str
+    prompt: str
+    negative_prompt: str | None
+    height: int
+    width: int
+    num_frames: int
+    fps: int
+    num_inference_steps: int
+    guidance_scale: float
+    seed: int
+    timeout_seconds: Seconds
+
+
+class Notice(Value):
+    """Something the person should know before the run: a snapped value, an unknown word, a cut prompt."""
+
+    field: str | None
+    text: str
+
+
+class Strategy(StrEnum):
+    """Where a component lives. Prices in VRAM / RAM per component, w = its weights, b = its largest block:
+
+    resident        w / 0            fastest
+    model_offload   w while used / w one copy in and out per stage
+    cpu             0 / w            runs on the CPU
+    """
+
+    RESIDENT = "resident"
+    MODEL_OFFLOAD = "model_offload"
+    CPU = "cpu"
+
+
+class Placement(Value):
+    """How one component of the pipeline is held."""
+
+    component: str
+    strategy: Strategy
+    device: str
+    """torch device it computes on, e.g. `cuda:0` or `cpu`."""
+    dtype: str
+    """`float32`, `bfloat16` or `float16`."""
+    weight_bytes: Bytes
+
+
+class Plan(Value):
+    """What the worker will do, and why. Made by `planner.plan`, applied by `runtime.placement`."""
+
+    device: str
+    dtype: str
+    placements: tuple[Placement, ...]
+    vae_tiling: bool = False
+    threads: int | None = None
+    """CPU threads torch may use; None leaves torch's choice."""
+    predicted_ram_bytes: Bytes
+    predicted_vram_bytes: dict[str, int] = {}
+    """Peak by device name; empty when no GPU is used."""
+    reasons: tuple[str, ...]
+
+
+# ------------------------------------------------------------------------------------------------ job and its report
+
+
+class Stage(StrEnum):
+    """The stages of a run, in their order."""
+
+    LOAD = "load"
+    ENCODE = "encode"
+    DENOISE = "denoise"
+    DECODE = "decode"
+    EXPORT = "export"
+
+
+class JobStatus(StrEnum):
+    PENDING = "pending"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELED = "canceled"
+
+    @property
+    def final(self) -> bool:
+        return self in (JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.CANCELED)
+
+
+class ErrorKind(StrEnum):
+    """Why a job failed. The page and `--json` name it; the message beside it says what to do."""
+
+    OOM = "oom"
+    RAM = "ram"
+    TIMEOUT = "timeout"
+    STALL = "stall"
+    CRASH = "crash"
+    INTERRUPTED = "interrupted"
+    INVALID = "invalid"
+    BLACK = "black"
+    DISK = "disk"
+
+
+class StageReport(Value):
+    """Measured in one stage. VRAM maps device name to peak bytes; empty on a CPU."""
+
+    stage: Stage
+    seconds: Seconds
+    peak_ram_bytes: Bytes
+    peak_vram_allocated_bytes: dict[str, int] = {}
+    peak_vram_reserved_bytes: dict[str, int] = {}
+    read_bytes: Bytes | None = None
+    """From disk, by the worker; None where the system does not count it."""
+    written_bytes: Bytes | None = None
+
+
+class OutputReport(Value):
+    """The finished file, as it was read back from the disk."""
+
+    path: Path
+    size_bytes: Bytes
+    sha256: str
+    width: int
+    height: int
+    num_frames: int
+    fps: int
+    padded: bool = False
+    """An odd size was padded by one row or column: H.264 yuv420p needs even ones."""
+    mean_luma: float
+    """0 black .. 255 white, over all frames, decoded from the file."""
+
+
+class Report(Value):
+    """What a finished run measured; shown beside the video, stored, printed and embedded in the MP4."""
+
+    stages: tuple[StageReport, ...]
+    device: str
+    """What computed, in words: `CPU (AMD EPYC, 2 threads)` or the GPU's name."""
+    warm: bool
+    """The model was already loaded by an earlier job."""
+    versions: dict[str, str]
+    output: OutputReport | None = None
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(stage.seconds for stage in self.stages)
+
+    @property
+    def peak_ram_bytes(self) -> int:
+        return max((stage.peak_ram_bytes for stage in self.stages), default=0)
+
+    def peak_vram(self, *, reserved: bool = False) -> dict[str, int]:
+        """Peak bytes by device over all stages; empty when no GPU was used."""
+        peaks: dict[str, int] = {}
+        for stage in self.stages:
+            by_device = stage.peak_vram_reserved_bytes if reserved else stage.peak_vram_allocated_bytes
+            for device, value in by_device.items():
+                peaks[device] = max(peaks.get(device, 0), value)
+        return peaks
+
+
+class Progress(Value):
+    """Where a running job is. `step` counts finished steps of the stage, `total` is 0 where a stage has no steps."""
+
+    stage: Stage
+    step: int = 0
+    total: int = 0
+    eta_seconds: Seconds | None = None
+    """To the end of the stage; None until two steps are known."""
+
+
+class Job(Value):
+    """One row of the history."""
+
+    id: str
+    owner: str
+    status: JobStatus
+    request: Request
+    plan: Plan
+    notices: tuple[Notice, ...] = ()
+    output_path: Path
+    """Where the video is, or will be."""
+    overwrite: bool = False
+    created_at: datetime
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+    error_kind: ErrorKind | None = None
+    error: str | None = None
+    report: Report | None = None
+    log_path: Path | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """Wall time from start to end, None while it has not ended."""
+        if self.started_at is None or self.finished_at is None:
+            return None
+        return (self.finished_at - self.started_at).total_seconds()
+
+
+JsonObject = dict[str, Any]
