@@ -27,6 +27,8 @@ class Family(Value):
     """Latent pixels per token along a side, where the transformer's config tells none."""
     checked_multiple: int = 1
     """What `check_inputs` demands of height and width, whatever the components are."""
+    frame_chunk: int = 1
+    """Latent frames that the VAE decodes together; num_frames counts in such chunks."""
     max_num_frames: int = 257
     timeout_seconds: float = 4 * 3600.0
 
@@ -88,21 +90,21 @@ FAMILIES: Final[dict[str, Family]] = {
 
 def derive(family: Family, vae: dict[str, Any], transformer: dict[str, Any]) -> tuple[Defaults, Lattice]:
     """Defaults and lattice of a folder from the configs of its VAE and transformer, where they state numbers."""
+    if vae.get("_class_name") == "AutoencoderKLCogVideoX":
+        family = _cogvideox(family, transformer)
     spatial = _ratio(vae, ("spatial_compression_ratio", "scale_factor_spatial"), family.vae_spatial)
-    temporal = _ratio(vae, ("temporal_compression_ratio", "scale_factor_temporal"), family.vae_temporal)
+    temporal = (
+        _ratio(vae, ("temporal_compression_ratio", "scale_factor_temporal"), family.vae_temporal) * family.frame_chunk
+    )
     patch = transformer.get("patch_size", family.patch)
     if isinstance(patch, list):  # (time, height, width)
         patch = max((side for side in patch[1:] if isinstance(side, int)), default=family.patch)
     multiple = spatial * (patch if isinstance(patch, int) and patch > 0 else family.patch)
     while multiple % family.checked_multiple:
         multiple *= 2
-    height, width = family.height, family.width
-    sample_height, sample_width = transformer.get("sample_height"), transformer.get("sample_width")
-    if isinstance(sample_height, int) and isinstance(sample_width, int) and family.height == _COGVIDEOX.height:
-        height, width = sample_height * spatial, sample_width * spatial
     snapped = Defaults(
-        height=max(1, round(height / multiple)) * multiple,
-        width=max(1, round(width / multiple)) * multiple,
+        height=max(1, round(family.height / multiple)) * multiple,
+        width=max(1, round(family.width / multiple)) * multiple,
         num_frames=(family.num_frames - 1) // temporal * temporal + 1,
         fps=family.fps,
         num_inference_steps=family.num_inference_steps,
@@ -116,6 +118,13 @@ def derive(family: Family, vae: dict[str, Any], transformer: dict[str, Any]) -> 
         max_num_frames=max(family.max_num_frames, snapped.num_frames),
     )
     return snapped, lattice
+
+
+def _cogvideox(family: Family, transformer: dict[str, Any]) -> Family:
+    """CogVideoX 1.5 is told from the older models by its temporal patches; only the older ones want 8k + 1 frames."""
+    if transformer.get("patch_size_t"):
+        return family.model_copy(update={"height": 768, "width": 1360, "num_frames": 81, "fps": 16})
+    return family.model_copy(update={"frame_chunk": 2, "max_num_frames": 49})
 
 
 def _ratio(config: dict[str, Any], names: tuple[str, ...], otherwise: int) -> int:
