@@ -45,8 +45,6 @@ class Settings(BaseSettings):
     """How long a cancel waits for the run to stop by itself before the worker's process group is ended."""
     log_files_kept: int = Field(20, ge=1)
 
-
-
     @classmethod
     def settings_customise_sources(
         cls,
@@ -97,4 +95,6 @@ def load_settings(**flags: Any) -> Settings:
             f"{default_data_dir() / 'config.toml'}, in this order."
         ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{default_data_dir() / 'config.toml'} cannot be read: {error}. Correct or delete it.") from None
+        raise ConfigError(
+            f"{default_data_dir() / 'config.toml'} cannot be read: {error}. Correct or delete it."
+        ) from None

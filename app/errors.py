@@ -18,7 +18,7 @@
     |- GenerationCanceled      130
     `- StoreError                4   the data folder or its database cannot be used
 
-Recoverable and fatal differ by type: `BadInput` and `PlanError` are raised before anything runs, `GenerationFailed` after.
+Recoverable and fatal differ by type: `BadInput` and `PlanError` come before anything runs, `GenerationFailed` after.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from app.schema import ErrorKind, JsonObject, ModelCard, Plan, Progress, Report,
 
 
 class Run(Value):
-    """Make one video. The worker writes `partial_path` and, when it is checked, renames it to `output_path`."""
+    """Make one video, written in the folder `scratch` beside the target and renamed to `output_path` once checked."""
 
     type: Literal["run"] = "run"
     job_id: str
@@ -24,7 +24,7 @@ class Run(Value):
     plan: Plan
     card: ModelCard
     output_path: Path
-    partial_path: Path
+    scratch: Path
     overwrite: bool
     metadata: JsonObject
     """Embedded in the MP4 beside the report."""

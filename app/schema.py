@@ -173,6 +173,10 @@ class HardwarePreset(Value):
     ram_limit_bytes: Bytes | None = None
     vram_keep_free_bytes: Bytes = 0
     """VRAM to leave to other programs."""
+    max_gpus: int | None = Field(None, ge=1)
+    """GPUs to use at most; None: as many as help."""
+    prefer_disk: bool = False
+    """Weights that do not fit RAM beside the rest are read from the disk again and again: slow, but little RAM."""
     timeout_seconds: Seconds | None = None
     """None: the model card's."""
 
@@ -320,6 +324,8 @@ class OutputReport(Value):
     path: Path
     size_bytes: Bytes
     sha256: str
+    frames_sha256: str
+    """Of the frames as 8-bit RGB before coding: two runs made the same video when these are equal."""
     width: int
     height: int
     num_frames: int

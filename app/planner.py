@@ -1,0 +1,140 @@
+"""Pure: (Hardware, ModelCard, Request, HardwarePreset) -> Plan with reasons, or PlanError.
+
+First form: one device, all of the pipeline resident, or one component at a time on the GPU (model offload), or the
+CPU. Memory is estimated from the weights' sizes and a coarse working-memory rule; where sizes are unknown (a Hub model
+that was not downloaded) nothing is promised and the reasons say so.
+"""
+
+from __future__ import annotations
+
+from app.errors import PlanError
+from app.schema import GIB, Backend, Gpu, Hardware, HardwarePreset, ModelCard, Placement, Plan, Request, Strategy
+
+RAM_FLOOR_BYTES = 1 * GIB
+"""Left to the system: a PC that swaps for twenty minutes is what people hate most."""
+WORKER_BASE_BYTES = int(0.9 * GIB)
+"""A worker with torch and diffusers imported and no model; `pocketreel bench overhead` prints it."""
+GPU_CONTEXT_BYTES = int(0.5 * GIB)
+"""The CUDA context, outside of torch's own count (about 450 MiB, shared/facts/memory.md)."""
+WEIGHTS_MARGIN = 1.25
+
+
+def plan(
+    hardware: Hardware,
+    card: ModelCard,
+    request: Request,
+    preset: HardwarePreset,
+    weights: dict[str, int] | None,
+) -> Plan:
+    """Choose device, dtype and placement. `weights` are bytes on disk by component (16 bit), None when unknown.
+
+    Raises:
+        PlanError: names the memory that is short, by how much, and what would fit.
+    """
+    gpu = _gpu(hardware, preset)
+    if gpu is None:
+        return _on_cpu(hardware, card, request, preset, weights)
+    dtype = "bfloat16" if gpu.supports["bf16"] else "float16"
+    device = f"cuda:{gpu.index}"
+    budget = gpu.free_bytes - preset.vram_keep_free_bytes - GPU_CONTEXT_BYTES
+    reason = f"{gpu.name}: {_gib(gpu.free_bytes)} of {_gib(gpu.total_bytes)} free"
+    if preset.vram_limit_bytes is not None:
+        budget = min(budget, preset.vram_limit_bytes - GPU_CONTEXT_BYTES)
+        reason += f", at most {_gib(preset.vram_limit_bytes)} by the preset {preset.title}"
+    working = _working_bytes(request)
+    ram_needed = WORKER_BASE_BYTES + sum((weights or {}).values()) + _frame_bytes(request) * 3
+    _check_ram(hardware, preset, ram_needed, card)
+    if weights is None:
+        strategy, needed = Strategy.MODEL_OFFLOAD, 0
+        why = "the sizes of this model are unknown until it is downloaded: one part at a time on the card, unchecked"
+    elif (needed := int(sum(weights.values()) * WEIGHTS_MARGIN) + working) <= budget:
+        strategy, why = Strategy.RESIDENT, f"the whole model fits ({_gib(needed)} with working memory)"
+    elif (needed := int(max(weights.values()) * WEIGHTS_MARGIN) + working) <= budget:
+        strategy, why = Strategy.MODEL_OFFLOAD, f"one part at a time on the card ({_gib(needed)})"
+    else:
+        raise PlanError(
+            f"{card.title} at {request.width}x{request.height}x{request.num_frames} needs about {_gib(needed)} of VRAM "
+            f"for its largest part; {_gib(max(budget, 0))} can be used on {gpu.name} ({_gib(needed - budget)} short). "
+            "Choose fewer frames, a smaller size or a smaller model, or the preset for the CPU."
+        )
+    return Plan(
+        device=device,
+        dtype=dtype,
+        placements=_placements(weights, strategy, device, dtype, 1),
+        vae_tiling=strategy is Strategy.MODEL_OFFLOAD,
+        predicted_ram_bytes=ram_needed,
+        predicted_vram_bytes={device: needed} if needed else {},
+        reasons=(reason, why, f"{dtype}: what {gpu.name} computes fast"),
+    )
+
+
+def _gpu(hardware: Hardware, preset: HardwarePreset) -> Gpu | None:
+    usable = [gpu for gpu in hardware.gpus if gpu.backend in (Backend.CUDA, Backend.ROCM)]
+    if preset.device == "cpu":
+        return None
+    if preset.device == "gpu" and not usable:
+        raise PlanError(
+            f"The preset {preset.title} wants a GPU and none was found. `pocketreel doctor` says why; "
+            "the preset CPU works without one."
+        )
+    return max(usable, key=lambda gpu: gpu.free_bytes, default=None)
+
+
+def _on_cpu(
+    hardware: Hardware, card: ModelCard, request: Request, preset: HardwarePreset, weights: dict[str, int] | None
+) -> Plan:
+    # stored in 16 bit, computed in 32: most CPUs have no fast 16-bit arithmetic
+    in_ram = sum((weights or {}).values()) * 2
+    needed = WORKER_BASE_BYTES + in_ram + _working_bytes(request)
+    _check_ram(hardware, preset, needed, card)
+    reasons = ["no GPU is used: the preset says so" if preset.device == "cpu" else "no GPU was found: the CPU computes"]
+    reasons.append(
+        f"about {_gib(needed)} of RAM of {_gib(hardware.ram_available_bytes)} available"
+        if weights is not None
+        else "the sizes of this model are unknown until it is downloaded: memory is unchecked"
+    )
+    reasons.append("float32: most CPUs compute 16-bit formats slowly")
+    return Plan(
+        device="cpu",
+        dtype="float32",
+        placements=_placements(weights, Strategy.RESIDENT, "cpu", "float32", 2),
+        threads=hardware.cpu_count,
+        predicted_ram_bytes=needed,
+        reasons=tuple(reasons),
+    )
+
+
+def _check_ram(hardware: Hardware, preset: HardwarePreset, needed: int, card: ModelCard) -> None:
+    available = hardware.ram_available_bytes - RAM_FLOOR_BYTES
+    source = hardware.ram_limit.source
+    if preset.ram_limit_bytes is not None and preset.ram_limit_bytes < available:
+        available, source = preset.ram_limit_bytes, f"the preset {preset.title}"
+    if needed > available:
+        raise PlanError(
+            f"{card.title} needs about {_gib(needed)} of RAM; {_gib(max(available, 0))} can be used (limit: {source}; "
+            f"{_gib(RAM_FLOOR_BYTES)} are left to the system), {_gib(needed - available)} short. "
+            "Close other programs, or choose fewer frames, a smaller size or a smaller model."
+        )
+
+
+def _placements(
+    weights: dict[str, int] | None, strategy: Strategy, device: str, dtype: str, factor: int
+) -> tuple[Placement, ...]:
+    return tuple(
+        Placement(component=name, strategy=strategy, device=device, dtype=dtype, weight_bytes=size * factor)
+        for name, size in (weights or {}).items()
+    )
+
+
+def _frame_bytes(request: Request) -> int:
+    """The finished frames, [num_frames, height, width, 3] in float32."""
+    return request.num_frames * request.height * request.width * 3 * 4
+
+
+def _working_bytes(request: Request) -> int:
+    """Coarse: a VAE decode holds some 40 float32 channels per pixel of a tile of 17 frames, beside the frames."""
+    return min(request.num_frames, 17) * request.height * request.width * 4 * 40 + _frame_bytes(request) * 3
+
+
+def _gib(value: int) -> str:
+    return f"{value / GIB:.1f} GiB"

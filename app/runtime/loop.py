@@ -1,0 +1,228 @@
+"""The worker process: receive (request, plan), emit events. Run as `python -m app.runtime.loop`.
+
+Three threads: the main one computes; one reads commands from stdin, so that a cancel arrives in mid-run and the end
+of the pipe (the parent died, however it died) ends this process; one sends a heartbeat. stdout carries events only:
+whatever a library prints goes to stderr, which the parent keeps in a log file.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import platform
+import queue
+import shutil
+import sys
+import threading
+import time
+import traceback
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import psutil
+
+from app import __version__, events
+from app.errors import GenerationFailed, PocketreelError
+from app.runtime.control import Control, Interrupted
+from app.schema import ErrorKind, Progress, Report, Stage, StageReport, Value
+
+if TYPE_CHECKING:
+    from app.runtime.memory import StageClock
+
+HEARTBEAT_SECONDS = 1.0
+
+
+class Channel:
+    """Events to the parent. A parent that no longer listens ends this process: nobody is left to work for."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+
+    def emit(self, event: Value) -> None:
+        with self._lock:
+            try:
+                self._stream.write(events.encode(event))
+                self._stream.flush()
+            except OSError:
+                os._exit(1)
+
+
+def claim_stdout() -> BinaryIO:
+    """Keep the real stdout for events and point file descriptor 1 at stderr, for libraries and their C code alike."""
+    channel = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    return channel
+
+
+class Loop:
+    """The state of one worker: the pipeline that is loaded, the job that runs."""
+
+    def __init__(self, channel: Channel, control: Control) -> None:
+        self.channel = channel
+        self.control = control
+        self._pipe: Any = None
+        self._loaded: str | None = None
+
+    def run(self, run: events.Run, received: float) -> None:
+        """Do one job and say how it ended. `received` is the monotonic time at which it arrived. Never raises."""
+        from app.runtime.memory import StageClock  # noqa: PLC0415 - imports torch
+
+        def on_progress(progress: Progress) -> None:
+            self.channel.emit(events.Progressed(job_id=run.job_id, progress=progress))
+
+        clock = StageClock(on_progress, started=received)
+        try:
+            report = self._generate(run, clock)
+        except Interrupted:
+            self.channel.emit(events.Canceled(job_id=run.job_id))
+        except Exception as error:  # noqa: BLE001 - the border of the process: every failure becomes an event
+            traceback.print_exc()
+            kind, message = _explain(error)
+            clock.close()
+            self.channel.emit(
+                events.Failed(
+                    job_id=run.job_id,
+                    kind=kind,
+                    message=message,
+                    usable=isinstance(error, PocketreelError),
+                    report=_report(run, clock.reports, warm=False),
+                )
+            )
+        else:
+            self.channel.emit(events.Completed(job_id=run.job_id, report=report))
+
+    def _generate(self, run: events.Run, clock: StageClock) -> Report:
+        from app.runtime import export, pipeline  # noqa: PLC0415
+
+        try:
+            clock.enter(Stage.LOAD)
+            warm = self._ensure_loaded(run)
+            self.control.check()
+            frames = pipeline.generate(self._pipe, run.request, self.control, clock)
+            clock.enter(Stage.EXPORT, total=len(frames))
+
+            def on_frame(done: int, total: int) -> None:
+                self.control.check()
+                if done % max(1, total // 20) == 0:
+                    clock.step(done, total)
+
+            so_far = _report(run, clock.reports, warm=warm)
+            output = export.export(
+                frames,
+                fps=run.request.fps,
+                target=run.output_path,
+                scratch=run.scratch,
+                overwrite=run.overwrite,
+                metadata={**run.metadata, "report": so_far.model_dump(mode="json")},
+                on_frame=on_frame,
+            )
+        finally:
+            shutil.rmtree(run.scratch, ignore_errors=True)
+        clock.close()
+        return _report(run, clock.reports, warm=warm).model_copy(update={"output": output})
+
+    def _ensure_loaded(self, run: events.Run) -> bool:
+        """Load and place the pipeline unless the last job left the same one; True when it was there already."""
+        from app.runtime import pipeline, placement  # noqa: PLC0415
+
+        key = run.card.model_dump_json() + run.plan.model_dump_json(
+            include={"device", "dtype", "placements", "vae_tiling", "threads"}
+        )
+        if self._loaded == key:
+            return True
+        self._loaded, self._pipe = None, None
+        pipeline.collect()
+        pipe = pipeline.load(run.card, run.plan)
+        self.control.check()
+        placement.apply(pipe, run.plan)
+        self._pipe, self._loaded = pipe, key
+        return False
+
+
+def _report(run: events.Run, stages: list[StageReport], *, warm: bool) -> Report:
+    import torch  # noqa: PLC0415
+
+    if run.plan.device.startswith("cuda") and torch.cuda.is_available():
+        device = torch.cuda.get_device_name(run.plan.device)
+    else:
+        device = f"CPU ({torch.get_num_threads()} threads)"
+    return Report(stages=tuple(stages), device=device, warm=warm, versions=versions())
+
+
+def versions() -> dict[str, str]:
+    """What was installed when the video was made."""
+    found = {"pocketreel": __version__, "python": platform.python_version()}
+    found["system"] = f"{platform.system()} {platform.release()}"
+    for name in ("torch", "diffusers", "transformers", "accelerate"):
+        found[name] = metadata.version(name)
+    return found
+
+
+def _explain(error: Exception) -> tuple[ErrorKind, str]:
+    import torch  # noqa: PLC0415
+
+    if isinstance(error, GenerationFailed):
+        return error.kind, str(error)
+    if isinstance(error, PocketreelError):
+        return ErrorKind.INVALID, str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return ErrorKind.OOM, (
+            "The graphics card ran out of memory. Choose a preset for a smaller card, fewer frames or a smaller size, "
+            "or close other programs that use the card."
+        )
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error) or "os error 1455" in str(error):
+        return ErrorKind.RAM, (
+            "The computer ran out of memory (RAM). Close other programs, choose a smaller size or fewer frames"
+            + (", or make the Windows pagefile larger." if os.name == "nt" else ".")
+        )
+    return ErrorKind.INVALID, f"The model's code failed: {type(error).__name__}: {error}"
+
+
+def _read_commands(inbox: queue.Queue[tuple[events.Run, float] | None], control: Control) -> None:
+    """Until stdin ends; then the parent is gone, and so is this process with the half-written folder of its job."""
+    scratch: Path | None = None
+    try:
+        for line in sys.stdin.buffer:
+            command = events.COMMANDS.validate_json(line)
+            if isinstance(command, events.Run):
+                scratch = command.scratch
+                control.begin(command.job_id)
+                inbox.put((command, time.monotonic()))
+            elif isinstance(command, events.Cancel):
+                control.cancel(command.job_id)
+            else:
+                inbox.put(None)
+    finally:
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+        os._exit(0)
+
+
+def _beat(channel: Channel, control: Control) -> None:
+    process = psutil.Process()
+    while True:
+        channel.emit(events.Heartbeat(job_id=control.job_id, rss_bytes=process.memory_info().rss))
+        time.sleep(HEARTBEAT_SECONDS)
+
+
+def main() -> None:
+    """Serve jobs until told to stop or the parent is gone."""
+    faulthandler.enable()  # a crash in C code leaves its stack in the log
+    channel, control = Channel(claim_stdout()), Control()
+    inbox: queue.Queue[tuple[events.Run, float] | None] = queue.Queue()
+    threading.Thread(target=_read_commands, args=(inbox, control), name="commands", daemon=True).start()
+    threading.Thread(target=_beat, args=(channel, control), name="heartbeat", daemon=True).start()
+    import app.runtime.pipeline  # noqa: F401, PLC0415 - seconds of torch and diffusers, with the threads already up
+
+    loop = Loop(channel, control)
+    channel.emit(events.Ready(pid=os.getpid(), versions=versions()))
+    while (item := inbox.get()) is not None:
+        loop.run(*item)
+        control.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""ModelCard -> diffusers pipeline: safetensors only, never a repository's own code; and one call of it, staged.
+
+The stock pipeline's `__call__` runs unchanged, so its frames are those of a ten-line script (`pocketreel bench
+overhead` compares them). Stages are seen from outside: the first forward of the denoiser, the first `vae.decode`.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import diffusers
+import numpy as np
+import numpy.typing as npt
+import torch
+from diffusers import DiffusionPipeline
+
+from app.errors import InvalidOutput, ModelNotUsable
+from app.runtime.control import Control
+from app.runtime.memory import StageClock
+from app.schema import ModelCard, Plan, Request, Stage
+
+DENOISERS = ("transformer", "transformer_2", "unet")
+
+Frames = npt.NDArray[np.float32]
+"""[num_frames, height, width, 3], RGB from 0 to 1."""
+
+
+def load(card: ModelCard, plan: Plan) -> Any:
+    """The card's pipeline with its weights, on the CPU, in the plan's dtype.
+
+    Raises:
+        ModelNotUsable: no safetensors weights, a pipeline class diffusers doesn't have, a broken or missing file.
+    """
+    cls = getattr(diffusers, card.pipeline, None)
+    if cls is None or not (isinstance(cls, type) and issubclass(cls, DiffusionPipeline)):
+        raise ModelNotUsable(
+            f"{card.title} wants the pipeline {card.pipeline}, which diffusers {diffusers.__version__} does not have. "
+            "Choose another model, or update Pocketreel."
+        )
+    source = str(card.folder) if card.folder is not None else card.repo_id
+    try:
+        # torch_dtype must be given: without it text encoders come as fp16 and the rest as fp32
+        return cls.from_pretrained(
+            source,
+            revision=card.revision,
+            torch_dtype=getattr(torch, plan.dtype),
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=card.folder is not None,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        where = f"The model folder {card.folder}" if card.folder is not None else f"The model {card.repo_id} of the Hub"
+        raise ModelNotUsable(
+            f"{where} cannot be loaded: {_first_line(error)} "
+            "Check that it is a complete diffusers folder with .safetensors weights"
+            + ("." if card.folder is not None else ", that you are online, and that the model is not gated.")
+        ) from error
+
+
+def generate(pipe: Any, request: Request, control: Control, clock: StageClock) -> Frames:
+    """Run the pipeline: text to frames of shape [num_frames, height, width, 3], float32, 0..1.
+
+    Raises:
+        InvalidOutput: NaN or infinite values, or frames that are black throughout.
+        Interrupted: the job was canceled.
+    """
+    arguments = _arguments(pipe, request)
+
+    def step_ended(_pipe: Any, index: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        control.check()
+        clock.step(index + 1, request.num_inference_steps)
+        return tensors
+
+    pipe.set_progress_bar_config(disable=True)
+    clock.enter(Stage.ENCODE)
+    try:
+        with interruptible(pipe.components, control), _staged(pipe, request, control, clock):
+            output = pipe(**arguments, callback_on_step_end=step_ended)
+    finally:
+        # the stock call skips this when it raises, which would leave the last component on the GPU
+        pipe.maybe_free_model_hooks()
+    frames: Frames = np.asarray(output.frames[0], dtype=np.float32)
+    check_frames(frames)
+    return frames
+
+
+def check_frames(frames: Frames) -> None:
+    """Refuse a video that is certainly wrong.
+
+    Raises:
+        InvalidOutput: kind `black`.
+    """
+    if not np.isfinite(frames).all():
+        raise InvalidOutput(
+            "The model produced invalid numbers (NaN) instead of a picture, so no video was written. This is usually "
+            "a number format the card cannot handle: choose the CPU preset or another model."
+        )
+    if float(frames.max()) < 4 / 255:
+        raise InvalidOutput(
+            "The model produced a black picture, so no video was written. Try another seed or prompt; if it stays "
+            "black, the number format does not suit the card: choose the CPU preset."
+        )
+
+
+def collect() -> None:
+    """Give the memory of a pipeline that is no longer referenced back to the system and the driver."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def blocks(component: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Every entry of every `ModuleList`: the finest units that all architectures share."""
+    for module in component.modules():
+        if isinstance(module, torch.nn.ModuleList):
+            yield from module
+
+
+@contextmanager
+def interruptible(components: dict[str, Any], control: Control) -> Iterator[None]:
+    """Inside, each block of each component looks at `control` before it runs.
+
+    A cancel must not wait for the end of a step, which takes minutes on a small card. Not covered: a library call
+    without a block inside (imports, reading weights, one long kernel); the parent ends those from outside.
+    """
+
+    def look(_module: torch.nn.Module, _args: tuple[Any, ...]) -> None:
+        control.check()
+
+    handles: list[torch.utils.hooks.RemovableHandle] = []
+    try:
+        for component in components.values():
+            if isinstance(component, torch.nn.Module):
+                handles.extend(block.register_forward_pre_hook(look) for block in blocks(component))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _arguments(pipe: Any, request: Request) -> dict[str, Any]:
+    """The request as arguments of this pipeline's `__call__`; ones that it doesn't know are left out."""
+    known = inspect.signature(pipe.__call__).parameters
+    wanted: dict[str, Any] = {
+        "prompt": request.prompt,
+        "negative_prompt": request.negative_prompt,
+        "height": request.height,
+        "width": request.width,
+        "num_frames": request.num_frames,
+        "frame_rate": request.fps,
+        "num_inference_steps": request.num_inference_steps,
+        "guidance_scale": request.guidance_scale,
+        # on the CPU: the same seed gives the same noise on every machine
+        "generator": torch.Generator("cpu").manual_seed(request.seed),
+        "output_type": "np",
+    }
+    return {name: value for name, value in wanted.items() if name in known and value is not None}
+
+
+@contextmanager
+def _staged(pipe: Any, request: Request, control: Control, clock: StageClock) -> Iterator[None]:
+    """Inside, the clock enters DENOISE with the denoiser's first forward and DECODE with the VAE's first decode."""
+
+    def denoising(_module: torch.nn.Module, _args: tuple[Any, ...]) -> None:
+        control.check()
+        clock.enter(Stage.DENOISE, total=request.num_inference_steps)
+
+    handles = [
+        module.register_forward_pre_hook(denoising)
+        for name in DENOISERS
+        if isinstance(module := getattr(pipe, name, None), torch.nn.Module)
+    ]
+    vae = getattr(pipe, "vae", None)
+    own_decode = vae.__dict__.get("decode") if vae is not None else None
+    if vae is not None:
+        decode = vae.decode
+
+        def decoding(*args: Any, **kwargs: Any) -> Any:
+            control.check()
+            clock.enter(Stage.DECODE)
+            return decode(*args, **kwargs)
+
+        vae.decode = decoding
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        if vae is not None:
+            if own_decode is None:
+                del vae.decode
+            else:
+                vae.decode = own_decode
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    line = text.splitlines()[0].strip()
+    return line if line.endswith((".", "!", "?")) else line + "."

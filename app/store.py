@@ -1,0 +1,173 @@
+"""The history: every job in one SQLite file (WAL), so that a crash, a reboot or a second process loses none.
+
+A job's whole document is one JSON column; what is searched by stands beside it. Transitions are guarded in SQL: a job
+that has ended stays as it ended, whoever comes second. Migrations are numbered and only ever appended.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from app.errors import StoreError
+from app.schema import Job, JobStatus
+
+MIGRATIONS: tuple[str, ...] = (
+    """
+    CREATE TABLE jobs (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        owner TEXT NOT NULL,
+        status TEXT NOT NULL,
+        runner TEXT NOT NULL,
+        cancel_requested INTEGER NOT NULL DEFAULT 0,
+        document TEXT NOT NULL
+    );
+    CREATE INDEX jobs_by_owner ON jobs (owner, seq);
+    CREATE INDEX jobs_by_status ON jobs (status);
+    """,
+)
+"""Migration k takes the schema from version k to k + 1. Never edit one that was released; append."""
+
+_OPEN = (JobStatus.PENDING, JobStatus.RUNNING)
+
+
+class Store:
+    """The database of one data folder. Safe to use from several threads and several processes."""
+
+    def __init__(self, path: Path) -> None:
+        """Open, create or migrate.
+
+        Raises:
+            StoreError: not writable, damaged, locked for long, or written by a newer version.
+        """
+        self._path = path
+        self._lock = threading.RLock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path, timeout=10, isolation_level=None, check_same_thread=False)
+        except (OSError, sqlite3.Error) as error:
+            raise self._unusable(error) from error
+        try:
+            self._prepare()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def add(self, job: Job, *, runner: str) -> None:
+        """A new job; `runner` is the service instance that will run it."""
+        with self._transaction() as db:
+            db.execute(
+                "INSERT INTO jobs (id, owner, status, runner, document) VALUES (?, ?, ?, ?, ?)",
+                (job.id, job.owner, job.status, runner, job.model_dump_json()),
+            )
+
+    def get(self, job_id: str) -> Job | None:
+        rows = self._query("SELECT document FROM jobs WHERE id = ?", (job_id,))
+        return Job.model_validate_json(rows[0][0]) if rows else None
+
+    def list(self, *, owner: str | None = None, limit: int = 50) -> list[Job]:
+        """Newest first; `owner` None is everyone's."""
+        where, values = ("WHERE owner = ?", (owner,)) if owner is not None else ("", ())
+        rows = self._query(f"SELECT document FROM jobs {where} ORDER BY seq DESC LIMIT ?", (*values, limit))  # noqa: S608 - a fixed text
+        return [Job.model_validate_json(row[0]) for row in rows]
+
+    def unfinished(self) -> list[tuple[Job, str]]:
+        """Jobs that have not ended, oldest first, each with its runner."""
+        rows = self._query("SELECT document, runner FROM jobs WHERE status IN (?, ?) ORDER BY seq", _OPEN)
+        return [(Job.model_validate_json(row[0]), row[1]) for row in rows]
+
+    def request_cancel(self, job_id: str) -> None:
+        """Leave word for whichever process runs the job."""
+        with self._transaction() as db:
+            db.execute("UPDATE jobs SET cancel_requested = 1 WHERE id = ?", (job_id,))
+
+    def cancel_requested(self, job_id: str) -> bool:
+        return bool(self._query("SELECT 1 FROM jobs WHERE id = ? AND cancel_requested = 1", (job_id,)))
+
+    def start(self, job_id: str, *, at: datetime, log_path: Path) -> Job | None:
+        """pending -> running; None if it is not pending any more (canceled meanwhile)."""
+        changes = {"status": JobStatus.RUNNING, "started_at": at, "log_path": log_path}
+        return self._change(job_id, (JobStatus.PENDING,), changes)
+
+    def finish(self, job_id: str, status: JobStatus, *, at: datetime, **changes: Any) -> Job | None:
+        """To a final status; None if it had ended already, which then stands."""
+        return self._change(job_id, _OPEN, {"status": status, "finished_at": at, **changes})
+
+    def _change(self, job_id: str, allowed: tuple[JobStatus, ...], changes: dict[str, Any]) -> Job | None:
+        with self._transaction() as db:
+            row = db.execute("SELECT document FROM jobs WHERE id = ?", (job_id,)).fetchone()
+            if row is None:
+                return None
+            job = Job.model_validate_json(row[0])
+            if job.status not in allowed:
+                return None
+            job = job.model_copy(update=changes)
+            db.execute(
+                "UPDATE jobs SET status = ?, document = ? WHERE id = ?", (job.status, job.model_dump_json(), job_id)
+            )
+            return job
+
+    def _prepare(self) -> None:
+        try:
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")  # a power cut must not take back what was said to be done
+            with self._transaction() as db:
+                (version,) = db.execute("PRAGMA user_version").fetchone()
+                if version > len(MIGRATIONS):
+                    raise StoreError(
+                        f"{self._path} was written by a newer Pocketreel (schema {version}, this one knows "
+                        f"{len(MIGRATIONS)}). Update Pocketreel, or choose another folder with POCKETREEL_DATA_DIR."
+                    )
+                for number, script in enumerate(MIGRATIONS[version:], start=version + 1):
+                    for statement in filter(str.strip, script.split(";")):
+                        db.execute(statement)
+                    db.execute(f"PRAGMA user_version = {number}")
+        except (OSError, sqlite3.Error) as error:
+            raise self._unusable(error) from error
+
+    def _query(self, sql: str, values: tuple[Any, ...]) -> list[Any]:
+        with self._lock:
+            try:
+                return self._db.execute(sql, values).fetchall()
+            except sqlite3.Error as error:
+                raise self._unusable(error) from error
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")  # not deferred: an upgrade of the lock in mid-way cannot wait
+                try:
+                    yield self._db
+                except BaseException:
+                    self._db.execute("ROLLBACK")
+                    raise
+                self._db.execute("COMMIT")
+            except sqlite3.Error as error:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise self._unusable(error) from error
+
+    def _unusable(self, error: Exception) -> StoreError:
+        text = str(error)
+        if "locked" in text:
+            hint = "Another program holds it; close it and try again."
+        elif "full" in text:
+            hint = "The disk is full; free some space. What was saved before is intact."
+        elif "malformed" in text or "not a database" in text:
+            hint = "The file is damaged: move it away (a new one is made), or put a backup in its place."
+        else:
+            hint = (
+                "Check that the folder exists and that you may write there, or choose another with POCKETREEL_DATA_DIR."
+            )
+        return StoreError(f"The history {self._path} cannot be used: {text}. {hint}")

@@ -1,0 +1,40 @@
+"""Shared by all tests: no test ever touches the person's own data folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.config import Settings
+
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True)
+def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data folder of the test's own, with a space and an accent in its path, as on many a real machine."""
+    folder = tmp_path / "données de test"
+    monkeypatch.setenv("POCKETREEL_DATA_DIR", str(folder))
+    for name in ("POCKETREEL_HOST", "POCKETREEL_PORT", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    return folder
+
+
+@pytest.fixture
+def settings(data_dir: Path) -> Settings:
+    return Settings(data_dir=data_dir)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_leftover_processes() -> Iterator[None]:
+    """Every worker that the suite started has ended when it ends."""
+    yield
+    import psutil
+
+    children = psutil.Process().children(recursive=True)
+    left = [child for child in children if any("app.runtime.loop" in part for part in child.cmdline())]
+    assert not left, f"workers left running: {left}"

@@ -1,0 +1,356 @@
+"""The service with real workers and the built-in model: every stage is canceled, killed and timed out."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from app.config import Settings
+from app.errors import InvalidRequest, NotFound, OutputExists
+from app.jobs import MAX_PENDING_PER_OWNER, JobService, check_output, scratch_of
+from app.mp4 import read_metadata
+from app.schema import Draft, ErrorKind, Job, JobStatus, Stage
+from app.worker import Worker
+
+ME = "local"
+SMALL = Draft(
+    prompt="a red ball on a blue background", num_frames=5, num_inference_steps=4, seed=1, height=64, width=64
+)
+HELD = Path(__file__).parent / "runtime" / "held_worker.py"
+POINTS = ["load", "encode", "denoise:1", "denoise:3", "decode", "export"]
+
+
+def finish(service: JobService, job: Job, seconds: float = 120) -> Job:
+    until = time.monotonic() + seconds
+    while not job.status.final:
+        assert time.monotonic() < until, f"the job hangs: {job}"
+        job = service.wait(job.id, owner=job.owner, timeout=1.0)
+    return job
+
+
+def reach(service: JobService, job: Job, point: str, seconds: float = 120) -> None:
+    """Wait until the job is at `STAGE[:STEP]`."""
+    stage, _, step = point.partition(":")
+    until = time.monotonic() + seconds
+    while True:
+        progress = service.progress(job.id)
+        if progress is not None and progress.stage == stage and progress.step >= int(step or 0):
+            return
+        now = service.get(job.id, owner=job.owner)
+        assert not now.status.final, f"ended before {point}: {now.error}"
+        assert time.monotonic() < until, f"never came to {point}"
+        time.sleep(0.01)
+
+
+def nothing_left(job: Job) -> None:
+    assert not job.output_path.exists()
+    assert not scratch_of(job).exists()
+    assert not list(job.output_path.parent.glob(".pocketreel-*"))
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobService]:
+    """One service with a warm worker, for tests that leave it usable."""
+    service = JobService(Settings(data_dir=tmp_path_factory.mktemp("shared données")))
+    yield service
+    service.close()
+
+
+class Held:
+    """A service whose workers do MODE when they come to POINT; without orders they are ordinary."""
+
+    def __init__(self, settings: Settings) -> None:
+        settings.data_dir.mkdir(parents=True, exist_ok=True)
+        self._orders = settings.data_dir / "orders"
+        self.worker = Worker(
+            settings.logs,
+            cancel_grace_seconds=settings.cancel_grace_seconds,
+            command=[sys.executable, "-P", str(HELD), str(self._orders)],
+        )
+        self.service = JobService(settings, worker=self.worker)
+
+    def order(self, point: str, mode: str) -> JobService:
+        self._orders.write_text(f"{point} {mode}")
+        return self.service
+
+    def ordinary(self) -> JobService:
+        self._orders.unlink(missing_ok=True)
+        return self.service
+
+
+@pytest.fixture
+def held(settings: Settings) -> Iterator[Held]:
+    held = Held(settings)
+    yield held
+    held.service.close()
+
+
+@pytest.fixture(scope="module")
+def shared_held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
+    """One for tests that may follow each other on it: importing torch anew takes seconds."""
+    held = Held(Settings(data_dir=tmp_path_factory.mktemp("held données")))
+    yield held
+    held.service.close()
+
+
+def test_a_video_is_made_measured_and_kept(shared: JobService) -> None:
+    job = finish(shared, shared.submit(SMALL, owner=ME))
+    assert job.status is JobStatus.COMPLETED, job.error
+    assert job.report is not None
+    assert [stage.stage for stage in job.report.stages] == list(Stage)
+    assert all(stage.seconds > 0 for stage in job.report.stages)
+    assert job.report.total_seconds == pytest.approx(job.seconds, abs=1.5)
+    assert 200 * 2**20 < job.report.peak_ram_bytes < 4 * 2**30
+    assert job.report.peak_vram() == {}
+    assert job.report.versions["diffusers"].startswith("0.42")
+    output = job.report.output
+    assert output is not None
+    assert (output.width, output.height, output.num_frames) == (64, 64, 5)
+    assert output.path.is_file()
+    embedded = read_metadata(output.path)
+    assert embedded["request"]["prompt"] == SMALL.prompt
+    assert embedded["request"]["seed"] == 1
+    assert embedded["plan"]["device"] == "cpu"
+    assert [stage["stage"] for stage in embedded["report"]["stages"]] == ["load", "encode", "denoise", "decode"]
+    assert not scratch_of(job).exists()
+    assert shared.list(owner=ME)[0] == job
+
+
+def test_same_seed_same_frames_and_the_worker_stays_warm(shared: JobService) -> None:
+    first, second, other = (
+        finish(shared, shared.submit(SMALL.model_copy(update={"seed": seed}), owner=ME)) for seed in (5, 5, 6)
+    )
+    assert second.report.warm
+    digests = [job.report.output.frames_sha256 for job in (first, second, other)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_somebody_elses_job_does_not_exist(shared: JobService) -> None:
+    job = shared.submit(SMALL, owner="ann")
+    for act in (shared.get, shared.cancel):
+        with pytest.raises(NotFound):
+            act(job.id, owner="bob")
+    assert job.id not in {listed.id for listed in shared.list(owner="bob")}
+    assert finish(shared, job).status is JobStatus.COMPLETED
+
+
+def test_waiting_jobs_can_be_canceled_and_owners_take_turns(shared: JobService) -> None:
+    slow = SMALL.model_copy(update={"num_inference_steps": 60})
+    running = shared.submit(slow, owner="ann")
+    reach(shared, running, "load")
+    anns = [shared.submit(SMALL, owner="ann") for _ in range(2)]
+    bobs = shared.submit(SMALL, owner="bob")
+    assert shared.queue_position(bobs.id) < shared.queue_position(anns[1].id)
+    canceled = shared.cancel(anns[1].id, owner="ann")
+    assert canceled.status is JobStatus.CANCELED
+    shared.cancel(running.id, owner="ann")
+    assert finish(shared, running).status is JobStatus.CANCELED
+    assert finish(shared, bobs).status is JobStatus.COMPLETED
+    assert finish(shared, anns[0]).status is JobStatus.COMPLETED
+    assert finish(shared, bobs).started_at < finish(shared, anns[0]).started_at or bobs.created_at > anns[0].created_at
+
+
+def test_one_owner_cannot_fill_the_queue(shared: JobService) -> None:
+    running = shared.submit(SMALL.model_copy(update={"num_inference_steps": 100}), owner="ann")
+    reach(shared, running, "load")
+    jobs = [shared.submit(SMALL, owner="ann") for _ in range(MAX_PENDING_PER_OWNER)]
+    with pytest.raises(InvalidRequest, match="wait already"):
+        shared.submit(SMALL, owner="ann")
+    for job in [*jobs, running]:
+        shared.cancel(job.id, owner="ann")
+    assert finish(shared, running).status is JobStatus.CANCELED
+
+
+def test_an_existing_output_is_refused_before_anything_runs(shared: JobService, tmp_path: Path) -> None:
+    target = tmp_path / "mine.mp4"
+    target.write_bytes(b"precious")
+    with pytest.raises(OutputExists):
+        shared.submit(SMALL, owner=ME, output_path=target)
+    job = shared.submit(SMALL, owner=ME, output_path=tmp_path / "other.mp4")
+    (tmp_path / "other.mp4").write_bytes(b"came in between")
+    job = finish(shared, job)
+    assert job.status is JobStatus.FAILED
+    assert "exists already" in job.error
+    assert (tmp_path / "other.mp4").read_bytes() == b"came in between"
+    assert finish(shared, shared.submit(SMALL, owner=ME, output_path=target, overwrite=True)).error is None
+
+
+def test_targets_are_checked_early(tmp_path: Path) -> None:
+    for bad in ("clip.avi", "clip", "missing/clip.mp4"):
+        with pytest.raises(InvalidRequest):
+            check_output(tmp_path / bad, overwrite=False)
+    (tmp_path / "folder.mp4").mkdir()
+    with pytest.raises(InvalidRequest, match="is a folder"):
+        check_output(tmp_path / "folder.mp4", overwrite=True)
+
+
+@pytest.mark.parametrize("mode", ["soft", "hard"])
+@pytest.mark.parametrize("point", POINTS)
+def test_cancel_in_every_stage(shared_held: Held, point: str, mode: str) -> None:
+    service = shared_held.order(point, mode)
+    job = service.submit(SMALL, owner=ME)
+    reach(service, job, point)
+    began = time.monotonic()
+    service.cancel(job.id, owner=ME)
+    job = finish(service, job)
+    assert time.monotonic() - began < 2.0
+    assert job.status is JobStatus.CANCELED
+    nothing_left(job)
+    assert shared_held.worker.alive == (mode == "soft"), "a soft cancel keeps the model warm"
+
+
+def test_after_cancels_the_next_job_is_unchanged(shared_held: Held, shared: JobService) -> None:
+    service = shared_held.order("denoise:3", "soft")
+    job = service.submit(SMALL, owner=ME)
+    reach(service, job, "denoise:3")
+    service.cancel(job.id, owner=ME)
+    finish(service, job)
+    service = shared_held.ordinary()
+    after = finish(service, service.submit(SMALL, owner=ME))
+    assert after.report.warm
+    untouched = finish(shared, shared.submit(SMALL, owner=ME))
+    assert untouched.report.output.frames_sha256 == after.report.output.frames_sha256
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_kill_9_in_every_stage(shared_held: Held, point: str) -> None:
+    service = shared_held.order(point, "hard")
+    job = service.submit(SMALL, owner=ME)
+    reach(service, job, point)
+    os.kill(shared_held.worker.pid, signal.SIGKILL)
+    job = finish(service, job)
+    assert (job.status, job.error_kind) == (JobStatus.FAILED, ErrorKind.CRASH)
+    assert "SIGKILL" in job.error
+    assert point.partition(":")[0] in job.error
+    nothing_left(job)
+
+
+def test_after_a_crash_the_next_job_succeeds(shared_held: Held) -> None:
+    service = shared_held.order("denoise:1", "exit")
+    job = finish(service, service.submit(SMALL, owner=ME))
+    assert (job.error_kind, "status 7" in job.error) == (ErrorKind.CRASH, True)
+    assert str(job.log_path) in job.error
+    service = shared_held.ordinary()
+    assert finish(service, service.submit(SMALL, owner=ME)).status is JobStatus.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("nan", "black"), ("black", "black"), ("oom", "oom"), ("ram", "ram"), ("bug", "invalid")]
+)
+def test_failures_have_a_kind_and_words(shared_held: Held, mode: str, kind: str) -> None:
+    service = shared_held.order("denoise:3", mode)
+    job = finish(service, service.submit(SMALL, owner=ME))
+    assert (job.status, job.error_kind) == (JobStatus.FAILED, kind)
+    assert len(job.error) > 30
+    nothing_left(job)
+
+
+def test_the_time_limit_holds_from_outside(shared_held: Held) -> None:
+    service = shared_held.ordinary()
+    assert finish(service, service.submit(SMALL, owner=ME)).status is JobStatus.COMPLETED  # warm: the limit is short
+    shared_held.order("denoise:1", "hard")
+    job = finish(service, service.submit(SMALL.model_copy(update={"timeout_seconds": 4.0}), owner=ME))
+    assert (job.status, job.error_kind) == (JobStatus.FAILED, ErrorKind.TIMEOUT)
+    assert "denoise" in job.error
+    assert 3.5 < job.seconds < 6
+    nothing_left(job)
+
+
+def test_the_worker_ends_when_its_parent_is_killed(data_dir: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys, time\nfrom app.config import load_settings\nfrom app.jobs import JobService\n"
+        "from app.schema import Draft\n"
+        "service = JobService(load_settings())\n"
+        "job = service.submit(Draft(prompt='a red ball', num_inference_steps=200), owner='local')\n"
+        "while service.progress(job.id) is None or service.progress(job.id).stage != 'denoise': time.sleep(0.05)\n"
+        "print(service._worker.pid, flush=True)\ntime.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    with parent:
+        worker = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    _gone, alive = psutil.wait_procs([worker], timeout=10)
+    assert not alive
+    service = JobService(Settings(data_dir=data_dir))
+    try:
+        (job,) = service.list(owner=ME)
+        assert (job.status, job.error_kind) == (JobStatus.FAILED, ErrorKind.INTERRUPTED)
+        nothing_left(job)
+        assert len(list(service.settings.locks.glob("*.lock"))) == 1
+    finally:
+        service.close()
+
+
+def test_a_second_process_neither_steals_nor_buries_running_jobs(held: Held, settings: Settings) -> None:
+    first = held.order("denoise:1", "soft")
+    job = first.submit(SMALL, owner=ME)
+    reach(first, job, "denoise:1")
+    second = JobService(settings)
+    try:
+        assert second.get(job.id, owner=ME).status is JobStatus.RUNNING
+        second.cancel(job.id, owner=ME)
+        assert finish(first, job).status is JobStatus.CANCELED
+    finally:
+        second.close()
+
+
+def test_closing_says_what_became_of_the_jobs(held: Held, settings: Settings) -> None:
+    service = held.order("denoise:1", "soft")
+    running = service.submit(SMALL, owner=ME)
+    waiting = service.submit(SMALL, owner=ME)
+    reach(service, running, "denoise:1")
+    service.close()
+    after = JobService(settings)
+    try:
+        kinds = [after.get(job.id, owner=ME).error_kind for job in (running, waiting)]
+        assert kinds == [ErrorKind.INTERRUPTED, ErrorKind.INTERRUPTED]
+    finally:
+        after.close()
+
+
+def test_an_idle_worker_gives_its_memory_back(settings: Settings) -> None:
+    service = JobService(settings.model_copy(update={"worker_idle_seconds": 0.1}))
+    try:
+        assert finish(service, service.submit(SMALL, owner=ME)).status is JobStatus.COMPLETED
+        until = time.monotonic() + 10
+        while service._worker.alive:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+    finally:
+        service.close()
+
+
+def test_a_folder_of_ones_own_is_a_model(shared: JobService, tmp_path: Path) -> None:
+    from app.config import bundled
+
+    folder = tmp_path / "mon modèle"
+    shutil.copytree(bundled("assets", "demo"), folder)
+    job = finish(shared, shared.submit(SMALL.model_copy(update={"model": str(folder)}), owner=ME))
+    assert job.status is JobStatus.COMPLETED, job.error
+    assert read_metadata(job.output_path)["request"]["model"] == str(folder)
+
+
+def test_two_submitters_at_once(shared: JobService) -> None:
+    jobs: list[Job] = []
+
+    def submit(owner: str) -> None:
+        jobs.extend(shared.submit(SMALL, owner=owner) for _ in range(3))
+
+    threads = [threading.Thread(target=submit, args=(owner,)) for owner in ("ann", "bob")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ended = [finish(shared, job) for job in jobs]
+    assert {job.status for job in ended} == {JobStatus.COMPLETED}
+    assert len({job.output_path for job in ended}) == 6
