@@ -23,6 +23,8 @@ T = TypeVar("T")
 OWN_WORKER = "Pocketreel (worker)"
 """Name given to this program's own processes on a GPU: their memory comes back when the worker ends."""
 
+DRIVER_MISSING = "An NVIDIA card is built in, but its driver is not installed or not loaded."
+
 _ABSENT = ("Library Not Found", "Driver Not Loaded", "LibraryNotFound", "DriverNotLoaded")
 _PCI_NVIDIA = "0x10de"
 
@@ -53,7 +55,7 @@ def nvidia_gpus(sources: Sources, ram: Ram, notes: list[str]) -> tuple[Gpu, ...]
         if not any(word in reason for word in _ABSENT):
             notes.append(f"NVIDIA's driver does not answer: {error}. Restarting the machine often helps.")
         elif _card_without_driver(sources):
-            notes.append("An NVIDIA card is built in, but its driver is not installed or not loaded.")
+            notes.append(DRIVER_MISSING)
         return ()
     try:
         return _Nvml(nvml, sources, ram, notes).gpus()
