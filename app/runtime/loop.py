@@ -195,10 +195,12 @@ def _read_commands(inbox: queue.Queue[tuple[events.Run, float] | None], control:
                 control.cancel(command.job_id)
             else:
                 inbox.put(None)
-    finally:
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
-        os._exit(0)
+    except Exception:  # noqa: BLE001 - a parent that speaks nonsense cannot be served; the log says what it said
+        traceback.print_exc()
+    if scratch is not None:
+        shutil.rmtree(scratch, ignore_errors=True)
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _beat(channel: Channel, control: Control) -> None:

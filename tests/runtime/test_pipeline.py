@@ -1,0 +1,198 @@
+"""The stock pipeline on the built-in model, staged and interruptible from outside."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+
+from app.config import bundled
+from app.errors import ModelNotUsable
+from app.runtime import pipeline
+from app.runtime.control import Control, Interrupted
+from app.runtime.memory import RamPeak, StageClock
+from app.schema import Defaults, Progress, Stage
+from tests import values
+
+REQUEST = values.request(height=64, width=64, num_frames=5, num_inference_steps=3)
+
+
+def demo_card(folder: Path | None = None) -> Any:
+    return values.card(repo_id=None, folder=folder or bundled("assets", "demo"))
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    return pipeline.load(demo_card(), values.plan())
+
+
+def staged(pipe: Any, control: Control | None = None, request: Any = REQUEST) -> tuple[Any, list[Progress], StageClock]:
+    seen: list[Progress] = []
+    clock = StageClock(seen.append)
+    frames = pipeline.generate(pipe, request, control or Control(), clock)
+    clock.close()
+    return frames, seen, clock
+
+
+def hooks(pipe: Any) -> int:
+    return sum(
+        len(module._forward_pre_hooks)
+        for part in (pipe.transformer, pipe.vae, pipe.text_encoder)
+        for module in part.modules()
+    )
+
+
+def test_frames_are_those_of_the_stock_pipeline(pipe: Any) -> None:
+    frames, seen, clock = staged(pipe)
+    plain = DiffusionPipeline.from_pretrained(bundled("assets", "demo"), torch_dtype=torch.float32)
+    plain.set_progress_bar_config(disable=True)
+    expected = plain(
+        prompt="a red ball", height=64, width=64, num_frames=5, num_inference_steps=3, guidance_scale=3.0,
+        generator=torch.Generator("cpu").manual_seed(1), output_type="np",
+    ).frames[0]  # fmt: skip
+    assert np.array_equal(frames, expected)
+    assert [report.stage for report in clock.reports] == [Stage.ENCODE, Stage.DENOISE, Stage.DECODE]
+    steps = [progress.step for progress in seen if progress.stage is Stage.DENOISE]
+    assert steps == [0, 1, 2, 3]
+    assert [progress.total for progress in seen if progress.stage is Stage.DENOISE] == [3] * 4
+
+
+def test_nothing_stays_on_the_pipeline(pipe: Any) -> None:
+    before = hooks(pipe)
+    staged(pipe)
+    assert hooks(pipe) == before
+    assert "decode" not in vars(pipe.vae)
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2", "transformer", "vae"])
+def test_a_cancel_raises_at_the_next_block(pipe: Any, part: str) -> None:
+    """Cancel in the forward of one block: no other block of that component runs afterwards."""
+    before = hooks(pipe)
+    control = Control()
+    control.begin("j")
+    ran: list[float] = []
+    units = list(pipeline.blocks(getattr(pipe, part)))
+    assert units
+
+    def ended(*_: Any) -> None:
+        ran.append(time.monotonic())
+        control.cancel("j")
+
+    handles = [unit.register_forward_hook(ended) for unit in units]
+    try:
+        with pytest.raises(Interrupted):
+            staged(pipe, control)
+    finally:
+        for handle in handles:
+            handle.remove()
+    # a block inside another one ends before its parent does, so a few ends may follow, but no new block began
+    assert 1 <= len(ran) <= 4
+    assert hooks(pipe) == before
+    assert "decode" not in vars(pipe.vae)
+    control.end()
+    assert staged(pipe, control)[0].shape == (5, 64, 64, 3)
+
+
+def test_a_cancel_of_another_job_is_ignored() -> None:
+    control = Control()
+    control.begin("mine")
+    control.cancel("other")
+    control.check()
+    control.cancel("mine")
+    with pytest.raises(Interrupted):
+        control.check()
+    control.begin("next")
+    control.check()
+    control.end()
+    control.cancel("next")
+    control.check()
+
+
+def test_a_broken_step_leaves_the_pipeline_usable(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("in mid-step")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipe.scheduler, "step", fail)
+        with pytest.raises(RuntimeError, match="mid-step"):
+            staged(pipe)
+    assert staged(pipe)[0].shape == (5, 64, 64, 3)
+
+
+def test_arguments_that_a_pipeline_does_not_know_are_left_out() -> None:
+    class Pipe:
+        def __call__(self, prompt: str, num_frames: int, frame_rate: int) -> None: ...
+
+    assert pipeline._arguments(Pipe(), REQUEST) == {"prompt": "a red ball", "num_frames": 5, "frame_rate": 16}
+
+
+def test_pickled_weights_are_not_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(bundled("assets", "demo"), folder)
+    weights = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    weights.unlink()
+    torch.save({}, folder / "vae" / "diffusion_pytorch_model.bin")
+    with pytest.raises(ModelNotUsable, match="safetensors"):
+        pipeline.load(demo_card(folder), values.plan())
+
+
+def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(bundled("assets", "demo"), folder)
+    (folder / "transformer" / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    index = (folder / "model_index.json").read_text()
+    (folder / "model_index.json").write_text(
+        index.replace('"Kandinsky5Transformer3DModel"', '"Evil"').replace(
+            '"diffusers",\n    "Evil"', '"evil",\n    "Evil"'
+        )
+    )
+    assert '"evil"' in (folder / "model_index.json").read_text()
+    with pytest.raises(ModelNotUsable):
+        pipeline.load(demo_card(folder), values.plan())
+    assert not (tmp_path / "ran").exists()
+
+
+def test_missing_and_broken_folders_and_unknown_pipelines(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotUsable, match="cannot be loaded"):
+        pipeline.load(demo_card(tmp_path), values.plan())
+    folder = tmp_path / "model"
+    shutil.copytree(bundled("assets", "demo"), folder)
+    weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelNotUsable):
+        pipeline.load(demo_card(folder), values.plan())
+    card = values.card(
+        pipeline="NoSuchPipeline",
+        defaults=Defaults(height=64, width=64, num_frames=5, fps=8, num_inference_steps=1, guidance_scale=1.0),
+    )
+    with pytest.raises(ModelNotUsable, match="does not have"):
+        pipeline.load(card, values.plan())
+
+
+def test_peak_ram_sees_a_short_spike_and_forgets_it() -> None:
+    peak = RamPeak()
+    peak.reset()
+    base = peak.read()
+    spike = np.ones(200 * 2**20, np.uint8)
+    del spike
+    time.sleep(0.1)
+    assert peak.read() - base > 150 * 2**20
+    peak.reset()
+    assert peak.read() - base < 100 * 2**20
+
+
+def test_eta_follows_the_recent_steps() -> None:
+    seen: list[Progress] = []
+    clock = StageClock(seen.append)
+    clock.enter(Stage.DENOISE, total=10)
+    for done in range(1, 4):
+        time.sleep(0.05)
+        clock.step(done, 10)
+    assert [progress.eta_seconds is None for progress in seen] == [True, True, False, False]
+    assert seen[-1].eta_seconds == pytest.approx(0.35, abs=0.15)
