@@ -11,7 +11,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -141,7 +141,7 @@ class JobService:
             raise NotFound(f"There is no job {job_id}. `pocketreel history` lists yours.")
         return job
 
-    def list(self, *, owner: str, limit: int = 50) -> list[Job]:
+    def list(self, *, owner: str, limit: int = 50) -> Sequence[Job]:
         """The owner's jobs, newest first."""
         return self.store.list(owner=owner, limit=limit)
 
@@ -311,7 +311,7 @@ class JobService:
     def _is_mine(self, job_id: str) -> bool:
         return any(job.id == job_id and runner == self._instance for job, runner in self.store.unfinished())
 
-    def _in_order(self) -> list[tuple[Job, ModelCard]]:
+    def _in_order(self) -> Sequence[tuple[Job, ModelCard]]:
         """Owners take turns; each owner's own jobs in the order they came."""
         turns: dict[str, int] = {}
         keyed = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -75,13 +75,13 @@ class Store:
         rows = self._query("SELECT document FROM jobs WHERE id = ?", (job_id,))
         return Job.model_validate_json(rows[0][0]) if rows else None
 
-    def list(self, *, owner: str | None = None, limit: int = 50) -> list[Job]:
+    def list(self, *, owner: str | None = None, limit: int = 50) -> Sequence[Job]:
         """Newest first; `owner` None is everyone's."""
         where, values = ("WHERE owner = ?", (owner,)) if owner is not None else ("", ())
         rows = self._query(f"SELECT document FROM jobs {where} ORDER BY seq DESC LIMIT ?", (*values, limit))  # noqa: S608 - a fixed text
         return [Job.model_validate_json(row[0]) for row in rows]
 
-    def unfinished(self) -> list[tuple[Job, str]]:
+    def unfinished(self) -> Sequence[tuple[Job, str]]:
         """Jobs that have not ended, oldest first, each with its runner."""
         rows = self._query("SELECT document, runner FROM jobs WHERE status IN (?, ?) ORDER BY seq", _OPEN)
         return [(Job.model_validate_json(row[0]), row[1]) for row in rows]
@@ -135,7 +135,7 @@ class Store:
         except (OSError, sqlite3.Error) as error:
             raise self._unusable(error) from error
 
-    def _query(self, sql: str, values: tuple[Any, ...]) -> list[Any]:
+    def _query(self, sql: str, values: tuple[Any, ...]) -> Sequence[Any]:
         with self._lock:
             try:
                 return self._db.execute(sql, values).fetchall()

@@ -137,4 +137,4 @@ class StageClock:
 
 def _cuda_devices() -> range:
     """Devices that this process uses; asking for statistics must not wake a GPU for a run on the CPU."""
-    return range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)
+    return range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)  # type: ignore[no-untyped-call]

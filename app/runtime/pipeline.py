@@ -35,12 +35,13 @@ def load(card: ModelCard, plan: Plan) -> Any:
     Raises:
         ModelNotUsable: no safetensors weights, a pipeline class diffusers doesn't have, a broken or missing file.
     """
-    cls = getattr(diffusers, card.pipeline, None)
-    if cls is None or not (isinstance(cls, type) and issubclass(cls, DiffusionPipeline)):
+    found = getattr(diffusers, card.pipeline, None)
+    if not (isinstance(found, type) and issubclass(found, DiffusionPipeline)):
         raise ModelNotUsable(
             f"{card.title} wants the pipeline {card.pipeline}, which diffusers {diffusers.__version__} does not have. "
             "Choose another model, or update Pocketreel."
         )
+    cls: Any = found
     source = str(card.folder) if card.folder is not None else card.repo_id
     try:
         # torch_dtype must be given: without it text encoders come as fp16 and the rest as fp32
@@ -111,8 +112,7 @@ def check_frames(frames: Frames) -> None:
 def collect() -> None:
     """Give the memory of a pipeline that is no longer referenced back to the system and the driver."""
     gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # does nothing while CUDA was never used
 
 
 def blocks(component: torch.nn.Module) -> Iterator[torch.nn.Module]:
