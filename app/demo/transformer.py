@@ -1,0 +1,306 @@
+"""The denoising transformer: tiny configuration, fast attention for training, and flow matching on drawn keyframes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from diffusers import Kandinsky5Transformer3DModel
+from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Attention, Kandinsky5AttnProcessor
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from app.demo.clips import KEYFRAMES, Attributes, random_attributes, random_caption, render_keyframes, with_defaults
+from app.demo.muon import Muon, split_parameters
+from app.demo.stages import StepRandom, load_checkpoint, run_steps, save_atomically
+from app.demo.text import PADS, WIDTH, TextEncoders
+from app.demo.vae import CHANNELS, SCALE, pack
+from app.demo.vocabulary import ATTRIBUTES, DEFAULT_NEGATIVE
+
+BATCH = 24
+GRID = 6
+"""Tokens along each side of a keyframe."""
+ROPE_SCALE = (1.0, 3.16, 3.16)
+"""What the pipeline passes for pictures below 480 pixels."""
+PHASES = ((0.45, 3), (0.3, 5), (0.25, KEYFRAMES))
+"""(share of the steps, keyframes drawn at random from a clip): training on parts of a clip costs less."""
+DROPOUT = 0.1
+_SEED = 23
+_UNCONDITIONAL = ("", DEFAULT_NEGATIVE)
+
+
+def make_transformer() -> Any:
+    """The untrained transformer."""
+    model = Kandinsky5Transformer3DModel(
+        in_visual_dim=CHANNELS,
+        out_visual_dim=CHANNELS,
+        in_text_dim=WIDTH,
+        in_text_dim2=WIDTH,
+        time_dim=256,
+        patch_size=(1, 2, 2),
+        model_dim=128,
+        ff_dim=384,
+        num_text_blocks=1,
+        num_visual_blocks=6,
+        axes_dims=(8, 12, 12),
+        visual_cond=False,
+        attention_type="regular",
+    )
+    # The stock class closes every gate at first; half open, all blocks learn from the first step.
+    with torch.no_grad():
+        for block in model.visual_transformer_blocks:
+            block.visual_modulation.out_layer.bias.view(9, -1)[2::3] = 0.5
+        for block in model.text_transformer_blocks:
+            block.text_modulation.out_layer.bias.view(6, -1)[2::3] = 0.5
+        model.out_layer.out_layer.weight.zero_()
+    return model
+
+
+class FastAttention:
+    """The stock attention in plain float32, for training only: complex RoPE instead of 2x2 matrices, no bf16 rounding."""
+
+    _attention_backend = None
+    _parallel_config = None
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        rotary_emb: Tensor | None = None,
+        sparse_params: None = None,
+    ) -> Tensor:
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        batch, length, _ = hidden_states.shape
+        query = attn.query_norm(attn.to_query(hidden_states).view(batch, length, attn.num_heads, -1))
+        key = attn.key_norm(attn.to_key(source).view(batch, source.shape[1], attn.num_heads, -1))
+        value = attn.to_value(source).view(batch, source.shape[1], attn.num_heads, -1)
+        if rotary_emb is not None:
+            turn = torch.view_as_complex(rotary_emb[..., :, 0].contiguous())
+            query, key = (_rotate(x, turn) for x in (query, key))
+        out = F.scaled_dot_product_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        return attn.out_layer(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def _rotate(x: Tensor, turn: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turn).flatten(-2)
+
+
+def use_fast_attention(model: nn.Module, fast: bool) -> None:
+    """Switch between FastAttention and the stock processor."""
+    for module in model.modules():
+        if isinstance(module, Kandinsky5Attention):
+            module.processor = FastAttention() if fast else Kandinsky5AttnProcessor()  # type: ignore[no-untyped-call]
+
+
+class CaptionCache:
+    """Captions with their attributes and frozen text embeddings, grouped by length; the unconditional ones apart."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        names = [tuple(values) for values in ATTRIBUTES.values()]
+        self.attributes = [
+            Attributes(*(values[i] for values, i in zip(names, row, strict=True)))
+            for row in state["attributes"].tolist()
+        ]
+        self.pooled: Tensor = state["pooled"]
+        self.tokens: Tensor = state["tokens"]
+        self.starts: list[int] = state["starts"].tolist()
+        self.lengths: list[int] = state["lengths"].tolist()
+        self.buckets: dict[int, list[int]] = {}
+        for index in range(len(self.attributes)):
+            self.buckets.setdefault(self.lengths[index], []).append(index)
+        self.widths = sorted(self.buckets)
+        self.weights = [len(self.buckets[width]) for width in self.widths]
+
+    def draw(self, count: int, rng: random.Random) -> tuple[list[Attributes], Tensor, Tensor]:
+        """Attributes, Qwen states (count, tokens, WIDTH) and CLIP vectors of `count` captions of one length.
+
+        A share of DROPOUT of the batches gets unconditional prompts instead of their captions.
+        """
+        if rng.random() < DROPOUT:
+            index = len(self.attributes) + rng.randrange(len(_UNCONDITIONAL))
+            items = [random_attributes(rng) for _ in range(count)]
+            width, chosen = self.lengths[index], [index] * count
+        else:
+            width = rng.choices(self.widths, self.weights)[0]
+            chosen = rng.choices(self.buckets[width], k=count)
+            items = [self.attributes[index] for index in chosen]
+        width += 0 if rng.random() < 0.8 else rng.randint(1, PADS)
+        tokens = torch.stack([self.tokens[self.starts[i] : self.starts[i] + width] for i in chosen])
+        return items, tokens.float(), self.pooled[chosen].float()
+
+
+@torch.no_grad()
+def caption_cache(path: Path, encoders: TextEncoders, count: int) -> CaptionCache:
+    """Load the cache at path, or encode `count` random training captions into it."""
+    if not path.exists():
+        rng = random.Random(_SEED)
+        described = [with_defaults(random_attributes(rng), rng) for _ in range(count)]
+        captions = [random_caption(attributes, named, rng) for attributes, named in described]
+        captions += _UNCONDITIONAL
+        pooled, tokens, lengths = [], [], []
+        for start in tqdm(range(0, len(captions), 64), desc="captions", mininterval=5.0):
+            batch = encoders(captions[start : start + 64], pads=PADS)
+            pooled.append(batch.pooled.half())
+            for row, length in zip(batch.tokens, batch.lengths.tolist(), strict=True):
+                tokens.append(row[: length + PADS].half())
+                lengths.append(length)
+        sizes = torch.tensor([0, *(len(row) for row in tokens)])
+        rows = [[v.index(a) for v, a in zip(ATTRIBUTES.values(), item, strict=True)] for item, _ in described]
+        state = {
+            "attributes": torch.tensor(rows),
+            "pooled": torch.cat(pooled),
+            "tokens": torch.cat(tokens),
+            "starts": sizes.cumsum(0)[:-1],
+            "lengths": torch.tensor(lengths),
+        }
+        save_atomically(state, path)
+    return CaptionCache(load_checkpoint(path))
+
+
+def noise_levels(count: int, rng: StepRandom) -> Tensor:
+    """Random sigmas in (0, 1), dense where a flat picture is decided: its pixels agree, so that is at high noise."""
+    uniform = torch.rand(count, generator=rng.torch)
+    normal = torch.sigmoid(torch.randn(count, generator=rng.torch))
+    u = torch.where(torch.rand(count, generator=rng.torch) < 0.5, uniform, normal)
+    return 3 * u / (1 + 2 * u)
+
+
+def shape_weight(rgb: Tensor) -> Tensor:
+    """Loss weights in the layout of the latents: 3 on the shape and one pixel around it, 1 elsewhere, scaled to mean 1."""
+    b, k, h, w, _ = rgb.shape
+    contrast = (rgb - rgb[:, :, :1, :1]).abs().amax(-1).view(b * k, 1, h, w)
+    near = F.max_pool2d((contrast > 0.05).float(), 3, 1, 1).view(b, k, h, w, 1).expand_as(rgb)
+    weight = 1 + 2 * pack(near) / SCALE
+    return weight / weight.mean()
+
+
+class Probes(nn.Module):
+    """Training-only linear read-outs of intermediate states.
+
+    RoPE is relative, so where a token lies can only be worked out from the borders: asking the first two blocks for it
+    makes that a matter of a hundred steps.  Asking the fourth block for the clean picture trains the early blocks.
+    """
+
+    def __init__(self, model: Any, width: int = 128) -> None:
+        super().__init__()
+        self.place = nn.ModuleList(nn.Linear(width, 3) for _ in range(2))
+        self.picture = nn.Linear(width, CHANNELS * 4)
+        self._seen: dict[int, Tensor] = {}
+        for index in (0, 1, 3):
+            model.visual_transformer_blocks[index].register_forward_hook(self._catch(index))
+
+    def _catch(self, index: int) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            self._seen[index] = F.layer_norm(output, output.shape[-1:])
+
+        return hook
+
+    def forward(self, keys: Sequence[int], clean: Tensor) -> Tensor:
+        """The auxiliary loss of the forward pass just made; clean: latents (batch, keys, 12, 12, CHANNELS)."""
+        batch = clean.shape[0]
+        side = torch.linspace(-1, 1, GRID)
+        times = torch.tensor([2 * key / (KEYFRAMES - 1) - 1 for key in keys])
+        place = torch.stack(torch.meshgrid(times, side, side, indexing="ij"), -1).view(1, -1, 3)
+        loss = sum(((read(self._seen[i]) - place) ** 2).mean() for i, read in enumerate(self.place))
+        patches = clean.view(batch, len(keys), GRID, 2, GRID, 2, CHANNELS).permute(0, 1, 2, 4, 3, 5, 6)
+        patches = patches.reshape(batch, -1, 4 * CHANNELS)
+        return 0.1 * loss + 0.1 * ((self.picture(self._seen[3]) - patches) ** 2).mean()
+
+
+class Average(nn.Module):
+    """Exponential moving average of a model's parameters, quick at first."""
+
+    def __init__(self, model: nn.Module, decay: float = 0.998) -> None:
+        super().__init__()
+        self.decay = decay
+        self.values = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        """The averaged parameters by name."""
+        return self.values
+
+    def load_state_dict(self, state: Any, *_: Any, **__: Any) -> Any:
+        """Restore the averaged parameters."""
+        self.values = dict(state)
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, step: int) -> None:
+        """Take in the parameters after a step."""
+        decay = min(self.decay, (step + 1) / (step + 20))
+        for name, p in model.named_parameters():
+            self.values[name].lerp_(p, 1 - decay)
+
+
+def keyframe_count(step: int, steps: int) -> int:
+    """How many keyframes of each clip are trained on at this step."""
+    share = 0.0
+    for part, keys in PHASES:
+        share += part
+        if step < share * steps:
+            return keys
+    return KEYFRAMES
+
+
+def flow_loss(
+    model: Any, probes: Probes, cache: CaptionCache, rng: StepRandom, batch: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """(weighted velocity error, the same plus the probes' losses) on one batch of `count` keyframes a clip."""
+    items, tokens, pooled = cache.draw(batch, rng.python)
+    keys = sorted(rng.python.sample(range(KEYFRAMES), count))
+    rgb = torch.from_numpy(render_keyframes(items, rng.python, keys))
+    clean = pack(rgb)
+    noise = torch.randn(clean.shape, generator=rng.torch)
+    sigma = noise_levels(batch, rng)
+    level = sigma.view(-1, 1, 1, 1, 1)
+    side = torch.arange(GRID)
+    velocity = model(
+        hidden_states=clean.lerp(noise, level),
+        encoder_hidden_states=tokens,
+        timestep=sigma * 1000,
+        pooled_projections=pooled,
+        visual_rope_pos=[torch.tensor(keys), side, side],
+        text_rope_pos=torch.arange(tokens.shape[1]),
+        scale_factor=ROPE_SCALE,
+        return_dict=False,
+    )
+    loss = ((velocity - (noise - clean)) ** 2 * shape_weight(rgb)).mean()
+    return loss, loss + probes(keys, clean)
+
+
+def train_transformer(checkpoint: Path, cache: CaptionCache, steps: int, batch: int = BATCH) -> Any:
+    """Train (or resume, or just load when done); returns the transformer with its averaged weights."""
+    torch.manual_seed(_SEED)
+    model = make_transformer()
+    use_fast_attention(model, True)
+    probes, average = Probes(model), Average(model)
+    hidden = [n for n, p in model.named_parameters() if p.dim() == 2 and "blocks" in n and "modulation" not in n]
+    matrices, others = split_parameters(model, hidden)
+    optimizer = Muon(matrices, [*others, *probes.parameters()], rate=3e-3, adam_rate=1.5e-3, decay=0.02)
+
+    def step(index: int) -> float:
+        optimizer.scale = min(1.0, (index + 1) / 50, 0.01 + (steps - index) / (0.35 * steps))
+        rng = StepRandom(_SEED, index)
+        loss, total = flow_loss(model, probes, cache, rng, batch, keyframe_count(index, steps))
+        optimizer.zero_grad()
+        total.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        average.update(model, index)
+        return float(loss.detach())
+
+    parts = {"model": model, "probes": probes, "optimizer": optimizer, "average": average}
+    run_steps(checkpoint, parts, steps, step)
+    return averaged_transformer(checkpoint)
+
+
+def averaged_transformer(checkpoint: Path) -> Any:
+    """The transformer with the averaged weights of a checkpoint, in its stock form."""
+    model = make_transformer()
+    model.load_state_dict(load_checkpoint(checkpoint)["average"], strict=False)
+    return model.eval().requires_grad_(False)
