@@ -59,7 +59,7 @@ def nvidia_gpus(hardware: Hardware) -> list[Gpu]:
 def driver_branch(gpus: list[Gpu]) -> int | None:
     """580 of `580.65.06`; None where the driver does not tell."""
     versions = [gpu.driver.split(".")[0] for gpu in gpus if gpu.driver]
-    return int(versions[0]) if versions and versions[0].isdigit() else None
+    return int(versions[0]) if versions and versions[0].isdecimal() else None
 
 
 def torch_wheel(gpus: list[Gpu]) -> str:
@@ -82,7 +82,7 @@ def torch_wheel(gpus: list[Gpu]) -> str:
 def cpu_only(gpus: list[Gpu], version: str) -> Finding:
     """Told alike from the installed files and from the worker, so that it can be shown once."""
     return problem(
-        f"torch {version} is a CPU-only build, but there is an {gpus[0].name}",
+        f"torch {version} is a CPU-only build, but {gpus[0].name} is built in",
         "pip on Windows installs a torch without CUDA by default, so the GPU stays unused.",
         torch_wheel(gpus),
     )

@@ -151,7 +151,7 @@ def _torch_without_nvidia(hardware: Hardware, version: str, build: Mapping[str, 
     amd = [gpu for gpu in hardware.gpus if gpu.backend is Backend.ROCM]
     if amd and build["hip"] is None:
         yield warning(
-            f"torch {version} has no ROCm, but there is an {amd[0].name}",
+            f"torch {version} has no ROCm, but {amd[0].name} is built in",
             "The GPU stays unused. Choose Pip and ROCm on this page; Pocketreel was never measured on AMD.",
             "https://pytorch.org/get-started/locally/",
         )

@@ -19,10 +19,10 @@ _LITTLE_RAM: Final = 16 * GIB
 _SWAP_WITH_LITTLE_RAM: Final = 8 * GIB
 _HELD_BY_OTHERS: Final = 0.15
 _HIGH_PRESSURE: Final = 10.0
-_DESKTOP: Final = frozenset(  # noqa: SIM905 - one word a line would hide the table
-    "xorg xwayland gnome-shell kwin_wayland kwin_x11 plasmashell sway hyprland mutter cinnamon xfwm4 weston "
-    "dwm.exe explorer.exe csrss.exe shellhost.exe startmenuexperiencehost.exe searchhost.exe systemsettings.exe "
-    "textinputhost.exe applicationframehost.exe shellexperiencehost.exe lockapp.exe".split()
+_DESKTOP: Final = re.compile(
+    r"xorg|xwayland|gnome-shell|kwin_\w+|plasmashell|sway|hyprland|mutter|cinnamon|xfwm4|weston"
+    r"|(dwm|explorer|csrss|\w*host|lockapp|systemsettings)\.exe",
+    re.IGNORECASE,
 )
 """Parts of the desktop: they hold VRAM, but ending them ends the session."""
 
@@ -139,7 +139,7 @@ def _disk(settings: Settings, hardware: Hardware) -> Iterable[Finding]:
 def _held_by_others(gpu: Gpu, *, windows: bool) -> Iterable[Finding]:
     held = max(0, gpu.total_bytes - gpu.free_bytes)
     others = [process for process in gpu.processes if process.name != OWN_WORKER]
-    closable = [process for process in others if process.name.lower() not in _DESKTOP]
+    closable = [process for process in others if not _DESKTOP.fullmatch(process.name)]
     if gpu.integrated or not closable or held < gpu.total_bytes * _HELD_BY_OTHERS:
         return
     named = [f"{p.name} {format_bytes(p.used_bytes)}" if p.used_bytes is not None else p.name for p in others[:5]]

@@ -108,7 +108,7 @@ def has_kernels(arch_list: Iterable[str], capability: tuple[int, int]) -> bool:
     for arch in arch_list:
         kind, _, number = arch.partition("_")
         digits = number.rstrip("af")
-        if not digits.isdigit():
+        if not digits.isdecimal():
             continue
         built = int(digits[:-1]), int(digits[-1])
         exact = number.endswith("a")

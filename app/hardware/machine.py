@@ -52,7 +52,7 @@ def _quota(sources: Sources, version: int, folder: str, notes: list[str]) -> flo
     else:
         quota = sources.text(f"{folder}/cpu.cfs_quota_us", notes) or "-1"
         period = sources.text(f"{folder}/cpu.cfs_period_us", notes) or ""
-    if not (quota.isdigit() and period.isdigit() and int(period) > 0):
+    if not (quota.isdecimal() and period.isdecimal() and int(period) > 0):
         return None  # "max" in v2, -1 in v1
     return int(quota) / int(period)
 

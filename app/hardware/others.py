@@ -172,4 +172,4 @@ def _generation(speed: str | None) -> int | None:
 
 
 def _width(text: str | None) -> int | None:
-    return int(text) if text and text.isdigit() and int(text) > 0 else None
+    return int(text) if text and text.isdecimal() and int(text) > 0 else None

@@ -115,12 +115,15 @@ class Sources:
             return None
 
     def number(self, absolute: str, notes: list[str]) -> int | None:
-        """The file's whole number; None when there is none. Something else than a number is noted."""
+        """The file's whole number of 0 or more; None when there is none. Something else is noted."""
         text = self.text(absolute, notes)
         if text is None:
             return None
         try:
-            return int(text, 0)
+            number = int(text, 0)
         except ValueError:
+            number = -1
+        if number < 0:
             notes.append(f"{absolute} holds {text[:40]!r} where a number was expected.")
             return None
+        return number

@@ -75,6 +75,19 @@ def parse_toml(path: Path, text: str) -> dict[str, Any]:
         ) from error
 
 
+class _Mistakes:
+    """The mistakes of one file. `told` are the keys that need not be told again, e.g. as missing."""
+
+    def __init__(self) -> None:
+        self.problems: Problems = []
+        self.told: set[KeyPath] = set()
+
+    def add(self, where: KeyPath, what: str, *, meant: str | None = None) -> None:
+        """`meant` is the key that a misspelt one stands for."""
+        self.problems.append((where, what))
+        self.told |= {where} if meant is None else {where, (*where[:-1], meant)}
+
+
 def load_value(path: Path, text: str, model: type[V], *, drop: Iterable[str] = ()) -> V:
     """Check the text of one file against the schema. Keys in `drop` are left to the caller.
 
@@ -84,9 +97,8 @@ def load_value(path: Path, text: str, model: type[V], *, drop: Iterable[str] = (
     data = parse_toml(path, text)
     for key in drop:
         data.pop(key, None)
-    problems: Problems = []
-    fields = _translate(data, model, (), problems)
-    told = {tuple(_file_key(part) for part in where) for where, _ in problems}
+    mistakes = _Mistakes()
+    fields = _translate(data, model, (), mistakes)
     value: V | None = None
     try:
         # JSON in strict mode: "96" is no number and true is no 1, but a list may become a tuple and text a path
@@ -94,10 +106,10 @@ def load_value(path: Path, text: str, model: type[V], *, drop: Iterable[str] = (
     except ValidationError as error:
         for item in error.errors():
             where = tuple(_file_key(part) for part in item["loc"])
-            if where not in told:
-                problems.append((where, _tell(where, item["type"], item["msg"], item["input"])))
-    if problems or value is None:
-        raise PresetError(tell_problems(path, text, problems))
+            if where not in mistakes.told:
+                mistakes.add(where, _tell(where, item["type"], item["msg"], item["input"]))
+    if mistakes.problems or value is None:
+        raise PresetError(tell_problems(path, text, mistakes.problems))
     return value
 
 
@@ -132,8 +144,14 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 def suggestion(word: str, known: Iterable[str]) -> str:
     """' Did you mean "x"?'-like text, or the known words when none is near."""
     names = sorted(known)
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    return f'did you mean "{near[0]}"?' if near else "known are: " + ", ".join(names)
+    near = nearest(word, names)
+    return f'did you mean "{near}"?' if near is not None else "known are: " + ", ".join(names)
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that was probably meant."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return near[0] if near else None
 
 
 def _walk(data: object, where: KeyPath) -> Iterable[KeyPath]:
@@ -161,22 +179,23 @@ def _file_key(part: str | int) -> str | int:
     return part
 
 
-def _translate(data: Mapping[str, Any], model: type[BaseModel], where: KeyPath, problems: Problems) -> dict[str, Any]:
-    """File keys -> schema fields, sizes and durations parsed. What is wrong goes to `problems` and is left out."""
+def _translate(data: Mapping[str, Any], model: type[BaseModel], where: KeyPath, mistakes: _Mistakes) -> dict[str, Any]:
+    """File keys -> schema fields, sizes and durations parsed. What is wrong goes to `mistakes` and is left out."""
     by_key = {str(_file_key(name)): name for name in model.model_fields}
     fields: dict[str, Any] = {}
     for key, value in data.items():
         here = (*where, key)
         name = by_key.get(key)
         if name is None:
-            problems.append((here, _unknown_key(key, model, by_key)))
+            meant = str(_file_key(key)) if key in model.model_fields else nearest(key, by_key)
+            mistakes.add(here, _unknown_key(key, model, by_key), meant=meant)
         elif name != key:
             try:
                 fields[name] = _with_unit(key, value, parse_bytes if name.endswith("_bytes") else parse_seconds)
             except ValueError as error:
-                problems.append((here, f"{key}: {error}"))
+                mistakes.add(here, f"{key}: {error}")
         else:
-            fields[name] = _translate_nested(value, model.model_fields[name].annotation, here, problems)
+            fields[name] = _translate_nested(value, model.model_fields[name].annotation, here, mistakes)
     return fields
 
 
@@ -187,18 +206,18 @@ def _with_unit(key: str, value: object, parse: Callable[[str], float]) -> float:
     raise ValueError(f'{value!r} has no unit; write text in quotes: {key} = "{example}"')
 
 
-def _translate_nested(value: Any, annotation: Any, where: KeyPath, problems: Problems) -> Any:
+def _translate_nested(value: Any, annotation: Any, where: KeyPath, mistakes: _Mistakes) -> Any:
     """Go into fields that are values themselves: `Model`, `Model | None`, `tuple[Model, ...]`, `dict[str, Model]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return _translate(value, annotation, where, problems) if isinstance(value, dict) else value
+        return _translate(value, annotation, where, mistakes) if isinstance(value, dict) else value
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         inner = [argument for argument in arguments if argument is not types.NoneType]
-        return _translate_nested(value, inner[0], where, problems) if len(inner) == 1 else value
+        return _translate_nested(value, inner[0], where, mistakes) if len(inner) == 1 else value
     if origin is tuple and isinstance(value, list):
-        return [_translate_nested(item, arguments[0], (*where, i), problems) for i, item in enumerate(value)]
+        return [_translate_nested(item, arguments[0], (*where, i), mistakes) for i, item in enumerate(value)]
     if origin is dict and isinstance(value, dict):
-        return {key: _translate_nested(item, arguments[1], (*where, key), problems) for key, item in value.items()}
+        return {key: _translate_nested(item, arguments[1], (*where, key), mistakes) for key, item in value.items()}
     return value
 
 
