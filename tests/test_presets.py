@@ -225,6 +225,20 @@ def test_a_broken_shipped_file_raises(monkeypatch: pytest.MonkeyPatch, tmp_path:
         load_catalogue(settings)
 
 
+def test_a_folder_of_presets_that_cannot_be_listed(settings: Settings) -> None:
+    settings.user_presets.mkdir(parents=True)
+    (settings.user_presets / "models").write_text("a file")
+    found = load_catalogue(settings)
+    assert "built-in" in found.models
+    assert "models:1: cannot be listed" in found.problems[0]
+
+
+def test_a_folder_of_a_card_finds_the_card(settings: Settings, own: Callable[..., Path], folder: Path) -> None:
+    own(CARD.replace('repo_id = "me/mine"', f"folder = '{folder}'"))
+    found = find_card(load_catalogue(settings), str(folder))
+    assert (found.id, found.title) == ("mine", "Mine")
+
+
 def test_a_relative_folder_counts_from_the_file(own: Callable[..., Path]) -> None:
     card = read_model_card(own(CARD.replace('repo_id = "me/mine"', 'folder = "../weights"')))
     assert card.folder is not None
@@ -373,6 +387,19 @@ def test_a_folder_becomes_a_card(folder: Path, catalogue: Catalogue) -> None:
     assert (card.defaults.height, card.defaults.width, card.defaults.num_frames) == (480, 832, 81)
     assert weight_bytes(card) == {"transformer": 64, "vae": 12, "text_encoder": 56}
     assert tensor_counts(card) == {"transformer": {"F16": 32}, "vae": {"F32": 3}, "text_encoder": {"F32": 4, "I64": 5}}
+
+
+def test_only_components_are_counted(folder: Path) -> None:
+    """Not the folders beside them, and of a folder what is there."""
+    card = card_for_folder(folder)
+    (folder / "older").mkdir()
+    save_file({"z": np.zeros(9, np.float32)}, folder / "older/model.safetensors")
+    assert weight_bytes(card) == {"transformer": 64, "vae": 12, "text_encoder": 56}
+    (folder / "vae/diffusion_pytorch_model.safetensors").unlink()
+    assert weight_bytes(card) == {"transformer": 64, "text_encoder": 56}
+    (folder / "model_index.json").write_text("[]")
+    with pytest.raises(ModelNotUsable, match="cannot be read"):
+        weight_bytes(card)
 
 
 def test_a_relative_path_is_a_folder_too(folder: Path, catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -579,6 +606,11 @@ def test_a_cached_model_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert card_folder(card) == snapshot
     assert weight_bytes(card) == {"transformer": 64, "vae": 12, "text_encoder": 56}
     assert cached_snapshot("me/other") is None
+    (snapshot / "vae/diffusion_pytorch_model.safetensors").rename(snapshot / "vae/elsewhere")
+    assert weight_bytes(card) is None, "only a part was downloaded"
+    index = {"weight_map": {"a": "part-1.safetensors"}}
+    (snapshot / "vae/diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    assert weight_bytes(card) is None
 
 
 def test_a_cached_model_with_code_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -626,3 +658,19 @@ def test_hardware_by_name(catalogue: Catalogue) -> None:
     with pytest.raises(InvalidRequest, match='did you mean "vram-12"') as caught:
         find_hardware(catalogue, "vram12")
     assert caught.value.field == "preset"
+
+
+def test_the_examples_of_the_readme_load(settings: Settings) -> None:
+    """presets/README.md tells how to write one's own; its two blocks name their files in the first comment."""
+    blocks = re.findall(
+        r"```toml\n# (\w+/my-\w+\.toml).*?\n(.*?)```", bundled("presets", "README.md").read_text("utf-8"), re.DOTALL
+    )
+    assert len(blocks) == 2
+    for name, text in blocks:
+        path = settings.user_presets / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    found = load_catalogue(settings)
+    assert found.problems == ()
+    assert found.models["my-model"].defaults.negative_prompt == "blurry"
+    assert found.hardware["my-rig"].vram_keep_free_bytes == 2 * GIB

@@ -42,9 +42,9 @@ def load_catalogue(settings: Settings) -> Catalogue:
         _add(models, path, lambda path: read_model_card(path, shipped=True))
     for path in _toml_files(shipped / "hardware"):
         _add(hardware, path, read_hardware_preset)
-    for path in _toml_files(settings.user_presets / "models"):
+    for path in _toml_files(settings.user_presets / "models", problems):
         _add(models, path, read_model_card, problems)
-    for path in _toml_files(settings.user_presets / "hardware"):
+    for path in _toml_files(settings.user_presets / "hardware", problems):
         _add(hardware, path, read_hardware_preset, problems)
     for kind, found, first in (("models", models, "built-in"), ("hardware", hardware, "auto")):
         if first not in found:
@@ -97,6 +97,9 @@ def find_card(catalogue: Catalogue, name: str) -> ModelCard:
         and folder.exists()
         and (looks_like_path or "/" in wanted or folder.joinpath("model_index.json").exists())
     ):
+        for card in catalogue.models.values():
+            if card.folder is not None and card.folder.exists() and card.folder.samefile(folder):
+                return card  # it knows more about the folder than the folder does
         return card_for_folder(folder)
     if _REPO_ID.fullmatch(wanted) and not looks_like_path:
         for card in catalogue.models.values():
@@ -123,8 +126,18 @@ def find_hardware(catalogue: Catalogue, name: str) -> HardwarePreset:
     return preset
 
 
-def _toml_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*.toml") if not path.name.startswith("."))
+def _toml_files(folder: Path, problems: list[str] | None = None) -> list[Path]:
+    """The presets in a folder; none when there is no such folder. With `problems`, a closed one is noted there."""
+    try:  # not glob: it passes over a folder that may not be read without a word
+        return sorted(path for path in folder.iterdir() if path.suffix == ".toml" and not path.name.startswith("."))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        message = f"{folder}:1: cannot be listed: {error.strerror or error}; correct its permissions"
+        if problems is None:
+            raise PresetError(message) from error
+        problems.append(message)
+        return []
 
 
 def _add(found: dict[str, V], path: Path, read: Callable[[Path], V], problems: list[str] | None = None) -> None:

@@ -15,11 +15,10 @@ from typing import Any, Final
 from app.errors import ModelNotUsable
 from app.presets.families import FAMILIES, derive
 from app.presets.files import suggestion
-from app.presets.weights import cached_snapshot, read_header, weight_files
+from app.presets.weights import cached_snapshot, has_weights, read_header, weight_files
 from app.schema import ModelCard
 
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_WITHOUT_WEIGHTS: Final = re.compile(r"(Tokenizer|TokenizerFast|Processor|Scheduler|Extractor|Guidance|Guider)$")
 _REPO_FILES: Final = ("model_index.json", "*/config.json")
 
 
@@ -184,7 +183,7 @@ def _check_component(folder: Path, component: str, library: str, class_name: str
     place = folder / component
     if not place.is_dir():
         raise ModelNotUsable(f"{folder} is not complete: the folder {component} is missing. Copy or download it again.")
-    if _WITHOUT_WEIGHTS.search(class_name):
+    if not has_weights(class_name):
         return
     if not (place / "config.json").is_file():
         raise ModelNotUsable(

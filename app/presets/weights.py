@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,7 @@ _BITS: Final = {
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
+_WITHOUT_WEIGHTS: Final = re.compile(r"(Tokenizer|TokenizerFast|Processor|Scheduler|Extractor|Guidance|Guider)$")
 _LONGEST_HEADER: Final = 100_000_000  # the limit of the safetensors library itself
 _FETCH_AGAIN: Final = "copy or download the file again"
 
@@ -103,6 +105,29 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     return ()
 
 
+def weighted_components(folder: Path) -> list[str]:
+    """The components of a diffusers folder that have weights, in the order of its model_index.json.
+
+    Raises:
+        ModelNotUsable: model_index.json cannot be read.
+    """
+    path = folder / "model_index.json"
+    try:
+        index = json.loads(path.read_text("utf-8"))
+        return [
+            name
+            for name, entry in index.items()
+            if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str) and has_weights(entry[1])
+        ]
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelNotUsable(f"{path} cannot be read: {error}; {_FETCH_AGAIN}.") from error
+
+
+def has_weights(class_name: str) -> bool:
+    """Whether a component of that class has weights: tokenizers, processors, schedulers and the like have none."""
+    return _WITHOUT_WEIGHTS.search(class_name) is None
+
+
 def tensor_counts(card: ModelCard) -> dict[str, dict[str, int]] | None:
     """Numbers by component and storage dtype ("F16", "BF16", "F32", ...): {"transformer": {"F16": 3_400_000}}.
 
@@ -110,15 +135,24 @@ def tensor_counts(card: ModelCard) -> dict[str, dict[str, int]] | None:
     the one on disk. None when the weights are not on this machine. Components without weights are left out.
 
     Raises:
-        ModelNotUsable: a weights file is damaged.
+        ModelNotUsable: a weights file of a folder is damaged or missing. What the Hub's cache lacks of a model can
+            still be downloaded, so that counts as not on this machine.
     """
     folder = card_folder(card)
     if folder is None:
         return None
     counts: dict[str, dict[str, int]] = {}
-    for component in sorted(child for child in folder.iterdir() if child.is_dir()):
-        for file in weight_files(component):
-            by_dtype = counts.setdefault(component.name, {})
+    for component in weighted_components(folder):
+        try:
+            files = weight_files(folder / component)
+        except ModelNotUsable:
+            if card.repo_id is None:
+                raise
+            return None
+        if not files and card.repo_id is not None:
+            return None
+        for file in files:
+            by_dtype = counts.setdefault(component, {})
             for tensor in read_header(file).values():
                 dtype = str(tensor["dtype"])
                 by_dtype[dtype] = by_dtype.get(dtype, 0) + math.prod(tensor["shape"])
