@@ -40,7 +40,7 @@ from diffusers import DiffusionPipeline
 from imageio_ffmpeg import write_frames
 folder, target, a = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 torch.set_num_threads(a.pop("threads"))
-pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+pipe = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
 pipe.set_progress_bar_config(disable=True)
 fps, seed = a.pop("fps"), a.pop("seed")
 for line in sys.stdin:

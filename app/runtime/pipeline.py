@@ -44,17 +44,17 @@ def load(card: ModelCard, plan: Plan) -> Any:
     cls: Any = found
     source = str(card.folder) if card.folder is not None else card.repo_id
     try:
-        # torch_dtype must be given: without it text encoders come as fp16 and the rest as fp32
+        # dtype must be given: without it text encoders come as fp16 and the rest as fp32
         return cls.from_pretrained(
             source,
             revision=card.revision,
-            torch_dtype=getattr(torch, plan.dtype),
+            dtype=getattr(torch, plan.dtype),
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=card.folder is not None,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise
         where = f"The model folder {card.folder}" if card.folder is not None else f"The model {card.repo_id} of the Hub"
         raise ModelNotUsable(
@@ -119,7 +119,7 @@ def blocks(component: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Every entry of every `ModuleList`: the finest units that all architectures share."""
     for module in component.modules():
         if isinstance(module, torch.nn.ModuleList):
-            yield from module
+            yield from (entry for entry in module if entry is not None)  # VAEs keep None for attentions they lack
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def hooks(pipe: Any) -> int:
 
 def test_frames_are_those_of_the_stock_pipeline(pipe: Any) -> None:
     frames, seen, clock = staged(pipe)
-    plain = DiffusionPipeline.from_pretrained(bundled("assets", "demo"), torch_dtype=torch.float32)
+    plain = DiffusionPipeline.from_pretrained(bundled("assets", "demo"), dtype=torch.float32)
     plain.set_progress_bar_config(disable=True)
     expected = plain(
         prompt="a red ball", height=64, width=64, num_frames=5, num_inference_steps=3, guidance_scale=3.0,
