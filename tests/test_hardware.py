@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -21,6 +21,9 @@ from app.hardware import Sources, probe
 from app.hardware.nvidia import DRIVER_MISSING, OWN_WORKER
 from app.hardware.visible import select
 from app.schema import GIB, Backend, Hardware
+
+unhurried = hypothesis_settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""Whoever shares the machine must not fail a test."""
 
 MEMINFO = (
     "MemTotal: 33554432 kB\nMemFree: 1000 kB\nMemAvailable: 25165824 kB\nSwapTotal: 2097152 kB\nSwapFree: 1048576 kB\n"
@@ -230,7 +233,7 @@ def test_values_survive_json(machine: Machine) -> None:
     assert Hardware.model_validate_json(found.model_dump_json()) == found
 
 
-@hypothesis_settings(max_examples=60)
+@hypothesis_settings(unhurried, max_examples=60)
 @given(
     files=st.dictionaries(
         st.sampled_from(
@@ -311,7 +314,7 @@ def test_our_own_worker_is_told_from_other_programs(machine: Machine) -> None:
     machine.write("/proc/21/stat", "21 (odd ) name) S 20 1 1\n")
     machine.write("/proc/20/stat", "20 (sh) S 1000 1 1\n")
     machine.write("/proc/22/cmdline", "/usr/bin/python3\0other.py\0")
-    machine.write("/proc/22/stat", "22 (python3) S 1 1 1\n")
+    machine.write("/proc/22/stat", "22 (python3) S 22 1 1\n")  # its own parent: never in truth, and no endless loop
     (gpu,) = machine.probe(FakeNvml(Card("GPU-aa", compute=[held(21, 2), held(22, 1)]))).gpus
     assert [process.name for process in gpu.processes] == [OWN_WORKER, "python3 (other.py)"]
 
@@ -352,6 +355,16 @@ def test_a_driver_that_fails_is_noted(machine: Machine) -> None:
     found = machine.probe(FakeNvml(fails=NVMLError("RM has detected an NVML/RM version mismatch.")))
     assert found.gpus == ()
     assert any("version mismatch" in note for note in found.notes)
+
+
+def test_a_driver_that_stops_answering_is_noted(machine: Machine) -> None:
+    class Stopping(FakeNvml):
+        def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+            raise NVMLError("GPU is lost")
+
+    found = machine.probe(Stopping(Card("GPU-a")))
+    assert found.gpus == ()
+    assert "NVIDIA's driver stopped answering: GPU is lost." in found.notes
 
 
 def test_a_missing_library_is_noted(machine: Machine) -> None:
@@ -395,6 +408,7 @@ UUIDS = [("GPU-aa11",), ("GPU-aa22",), ("GPU-bb33",)]
         ("GPU-bb,GPU-aa1", [2, 0]),
         ("GPU-bb,GPU-zz,GPU-aa1", [2]),
         ("GPU-bb,0", [2]),
+        ("GPU-bb,GPU-zz,GPU-zz", []),
         ("GPU-bb33,GPU-bb33", []),
         ("GPU-bb,GPU-bb3", []),
         ("MIG-1", []),
@@ -410,6 +424,7 @@ entries = st.one_of(
 )
 
 
+@unhurried
 @given(st.lists(entries, max_size=5).map(",".join))
 def test_visible_devices_are_distinct_and_there(value: str) -> None:
     chosen = select(value, UUIDS)
@@ -508,13 +523,20 @@ def test_amd_gpus(machine: Machine) -> None:
     rocm(machine, 2, 0xDEF, used=2 * GIB, version=90010)
     machine.write("/sys/class/drm/renderD128/device/product_name", "Radeon RX 7900 XTX\n")
     machine.write("/sys/class/kfd/kfd/proc/77/vram_200", f"{GIB}\n")
+    machine.write("/sys/class/kfd/kfd/proc/1000/vram_200", f"{GIB}\n")  # this process
     machine.write("/proc/77/cmdline", "/usr/bin/ollama\0")
     first, second = machine.probe().gpus
     assert (first.name, first.backend, first.uuid) == ("Radeon RX 7900 XTX", Backend.ROCM, "GPU-0000000000000abc")
     assert (first.free_bytes, first.pcie_generation, first.pcie_width, first.verified) == (23 * GIB, 4, 16, False)
     assert (second.name, second.index, second.compute_capability) == ("AMD GPU (gfx90a)", 1, (9, 0))
     assert [(process.name, process.used_bytes) for process in second.processes] == [("ollama", GIB)]
-    assert any(note.startswith("Not verified") and "7900" in note for note in machine.probe().notes)
+    notes = machine.probe().notes
+    assert any(note.startswith("Not verified") and "7900" in note for note in notes)
+    assert not any("left out" in note for note in notes), "a node that is a CPU is no broken GPU"
+    (machine.root / "sys/class/drm/renderD128/device/mem_info_vram_total").unlink()
+    found = machine.probe()
+    assert [(gpu.index, gpu.name) for gpu in found.gpus] == [(0, "AMD GPU (gfx90a)")]
+    assert any("7900" in note and "left out" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -619,19 +641,34 @@ def test_a_container_that_sees_a_part_of_cgroup_v1(machine: Machine) -> None:
         "40 30 0:1 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
         "41 30 0:2 /docker/abc /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct\n",
     )
-    machine.cgroup("/memory/inner", memory__limit_in_bytes="9223372036854771712", memory__usage_in_bytes="0")
     machine.cgroup(
-        "/memory",
+        "/memory/inner",
         memory__limit_in_bytes=str(2 * GIB),
         memory__usage_in_bytes=str(GIB),
         memory__stat=f"inactive_file 7\ntotal_inactive_file {GIB // 4}",
     )
+    machine.cgroup("/memory", memory__limit_in_bytes="9223372036854771712", memory__usage_in_bytes=str(GIB))
     machine.cgroup("/cpu,cpuacct", cpu__cfs_quota_us="250000", cpu__cfs_period_us="100000")
     found = machine.probe()
-    assert found.ram_limit.source == "cgroup v1 (/sys/fs/cgroup/memory/memory.limit_in_bytes)"
+    assert found.ram_limit.source == "cgroup v1 (/sys/fs/cgroup/memory/inner/memory.limit_in_bytes)"
     assert found.ram_available_bytes == GIB + GIB // 4
     assert found.cpu_count == 2
     assert any("2.5 CPUs" in note for note in found.notes)
+
+
+def test_unlimited_cgroup_v1(machine: Machine) -> None:
+    machine.write("/proc/self/cgroup", "4:memory:/\n")
+    machine.write("/proc/self/mountinfo", "40 30 0:1 / /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n")
+    machine.cgroup("/memory", memory__limit_in_bytes="9223372036854771712", memory__usage_in_bytes="0")
+    assert machine.probe().ram_limit.source == "physical memory"
+
+
+def test_a_process_outside_of_its_cgroup_namespace(machine: Machine) -> None:
+    """nsenter and some sandboxes: the path climbs out of what is mounted, so only the mount point can be read."""
+    machine.write("/proc/self/cgroup", "0::/../other\n")
+    machine.cgroup("", memory__max=str(4 * GIB), memory__current="0")
+    machine.write("/sys/fs/other/memory.max", "1")
+    assert machine.probe().ram_limit.value_bytes == 4 * GIB
 
 
 def test_physical_memory_is_named_when_it_is_the_tighter_one(machine: Machine) -> None:

@@ -16,9 +16,6 @@ from pathlib import PurePosixPath
 from app.hardware.sources import Sources
 from app.schema import Limit
 
-_UNLIMITED_V1 = 2**62
-"""cgroup v1 writes "no limit" as the largest multiple of a page below 2**63."""
-
 
 @dataclass(frozen=True)
 class Ram:
@@ -125,10 +122,10 @@ def _cgroup_limits(sources: Sources, notes: list[str]) -> Iterable[_Candidate]:
         )
         for file in files:
             text = sources.text(f"{folder}/{file}", notes)
-            if text is None or text == "max":
+            if text is None or text == "max":  # v1 writes "no limit" as nearly 2**63, which is never the smallest
                 continue
             limit = sources.number(f"{folder}/{file}", notes)
-            if limit is None or limit >= _UNLIMITED_V1:
+            if limit is None:
                 continue
             used = sources.number(f"{folder}/{usage}", notes)
             if used is None:

@@ -247,7 +247,7 @@ def process_name(sources: Sources, pid: int) -> str | None:
 def _descends(sources: Sources, pid: int) -> bool:
     """Whether the process was started by this one, directly or not. /proc/PID/stat: pid (name) state parent ..."""
     seen: set[int] = set()
-    while pid > 1 and pid not in seen:
+    while pid not in seen:
         seen.add(pid)
         fields = (sources.text(f"/proc/{pid}/stat", []) or "").rpartition(")")[2].split()
         if len(fields) < 2:

@@ -101,7 +101,7 @@ def find_card(catalogue: Catalogue, name: str) -> ModelCard:
             if card.folder is not None and card.folder.exists() and card.folder.samefile(folder):
                 return card  # it knows more about the folder than the folder does
         return card_for_folder(folder)
-    if _REPO_ID.fullmatch(wanted) and not looks_like_path:
+    if _REPO_ID.fullmatch(wanted):
         for card in catalogue.models.values():
             if card.repo_id is not None and card.repo_id.lower() == wanted.lower():
                 return card
@@ -129,9 +129,9 @@ def find_hardware(catalogue: Catalogue, name: str) -> HardwarePreset:
 def _toml_files(folder: Path, problems: list[str] | None = None) -> list[Path]:
     """The presets in a folder; none when there is no such folder. With `problems`, a closed one is noted there."""
     try:  # not glob: it passes over a folder that may not be read without a word
+        if not folder.exists():
+            return []
         return sorted(path for path in folder.iterdir() if path.suffix == ".toml" and not path.name.startswith("."))
-    except FileNotFoundError:
-        return []
     except OSError as error:
         message = f"{folder}:1: cannot be listed: {error.strerror or error}; correct its permissions"
         if problems is None:

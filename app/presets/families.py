@@ -90,8 +90,7 @@ FAMILIES: Final[dict[str, Family]] = {
 
 def derive(family: Family, vae: dict[str, Any], transformer: dict[str, Any]) -> tuple[Defaults, Lattice]:
     """Defaults and lattice of a folder from the configs of its VAE and transformer, where they state numbers."""
-    if vae.get("_class_name") == "AutoencoderKLCogVideoX":
-        family = _cogvideox(family, transformer)
+    family = _generation(family, vae, transformer)
     spatial = _ratio(vae, ("spatial_compression_ratio", "scale_factor_spatial"), family.vae_spatial)
     temporal = (
         _ratio(vae, ("temporal_compression_ratio", "scale_factor_temporal"), family.vae_temporal) * family.frame_chunk
@@ -120,11 +119,19 @@ def derive(family: Family, vae: dict[str, Any], transformer: dict[str, Any]) -> 
     return snapped, lattice
 
 
-def _cogvideox(family: Family, transformer: dict[str, Any]) -> Family:
-    """CogVideoX 1.5 is told from the older models by its temporal patches; only the older ones want 8k + 1 frames."""
-    if transformer.get("patch_size_t"):
+def _generation(family: Family, vae: dict[str, Any], transformer: dict[str, Any]) -> Family:
+    """Generations that share a pipeline class are told apart by their configs.
+
+    CogVideoX 1.5 has temporal patches, and only the older models want 8k + 1 frames; Wan 2.2 5B has a VAE of 16x16.
+    """
+    kind = vae.get("_class_name")
+    if kind == "AutoencoderKLCogVideoX" and transformer.get("patch_size_t"):
         return family.model_copy(update={"height": 768, "width": 1360, "num_frames": 81, "fps": 16})
-    return family.model_copy(update={"frame_chunk": 2, "max_num_frames": 49})
+    if kind == "AutoencoderKLCogVideoX":
+        return family.model_copy(update={"frame_chunk": 2, "max_num_frames": 49})
+    if kind == "AutoencoderKLWan" and vae.get("scale_factor_spatial") == 16:
+        return family.model_copy(update={"height": 704, "width": 1280, "num_frames": 121, "fps": 24})
+    return family
 
 
 def _ratio(config: dict[str, Any], names: tuple[str, ...], otherwise: int) -> int:
