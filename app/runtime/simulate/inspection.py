@@ -1,0 +1,94 @@
+"""Facts of a component that follow from its configuration alone: parameters, bytes, blocks, leaves, pinned size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from app.runtime.simulate.allocator import HostMemory
+from app.runtime.simulate.families import kept_in_fp32
+from app.runtime.simulate.values import Value
+from app.schema import Bytes
+
+_LEAVES = (torch.nn.Linear, torch.nn.Embedding, torch.nn.modules.conv._ConvNd, torch.nn.GroupNorm, torch.nn.LayerNorm)
+
+
+class Blocks(Value):
+    """A list of equal layers, e.g. `transformer_blocks`."""
+
+    path: str
+    """Where it hangs below the component. With a dot in it, diffusers' block offloading needs `block_modules`."""
+    count: int
+    bytes: Bytes
+    """Of the largest one."""
+    total_bytes: Bytes
+
+
+class ComponentFacts(Value):
+    """What a component weighs, in the type it is loaded in."""
+
+    class_name: str
+    dtype: str
+    parameters: int
+    weight_bytes: Bytes
+    """Parameters and buffers."""
+    fp32_bytes: Bytes
+    """Part of them that stays float32 whatever type is asked for."""
+    kept_in_fp32: tuple[str, ...] = ()
+    tensors: int
+    blocks: tuple[Blocks, ...] = ()
+    other_bytes: Bytes
+    """What is in no block list."""
+    largest_leaf_bytes: Bytes
+    pinned_bytes: Bytes
+    """RAM that it takes page-locked: each tensor rounded up to a power of two."""
+
+
+def inspect_component(module: torch.nn.Module, dtype: torch.dtype) -> ComponentFacts:
+    """Facts of a component as it is in memory now."""
+    tensors = list(_tensors(module))
+    blocks = tuple(sorted(_blocks(module), key=lambda b: -b.total_bytes))
+    keep = kept_in_fp32(module, dtype)
+    host = HostMemory(None, power_of_two=True)
+    weight_bytes = _bytes(tensors)
+    return ComponentFacts(
+        class_name=type(module).__name__,
+        dtype=str(dtype).removeprefix("torch."),
+        parameters=sum(p.numel() for p in module.parameters()),
+        weight_bytes=weight_bytes,
+        fp32_bytes=_bytes([t for t in tensors if t.dtype is torch.float32]) if dtype is not torch.float32 else 0,
+        kept_in_fp32=keep,
+        tensors=len(tensors),
+        blocks=blocks,
+        other_bytes=weight_bytes - sum(b.total_bytes for b in blocks),
+        largest_leaf_bytes=max((_bytes(_tensors(m)) for m in module.modules() if isinstance(m, _LEAVES)), default=0),
+        pinned_bytes=sum(host.pinned_size(t.numel() * t.element_size()) for t in tensors),
+    )
+
+
+def _blocks(module: torch.nn.Module, prefix: str = "") -> Iterator[Blocks]:
+    """Outermost lists of layers that hold at least a tenth of the component."""
+    whole = _bytes(_tensors(module))
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        sizes = [_bytes(_tensors(layer)) for layer in child] if isinstance(child, torch.nn.ModuleList) else []
+        if len(sizes) > 1 and sum(sizes) >= whole / 10:
+            yield Blocks(path=path, count=len(sizes), bytes=max(sizes), total_bytes=sum(sizes))
+        elif not isinstance(child, torch.nn.ModuleList):
+            yield from _blocks(child, f"{path}.")
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters and buffers, shared ones once."""
+    yield from module.parameters()
+    seen: set[Any] = set()
+    for buffer in module.buffers():
+        if id(buffer) not in seen:
+            seen.add(id(buffer))
+            yield buffer
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)

@@ -1,0 +1,114 @@
+"""Laws fitted from a few runs predict other runs; coefficients survive TOML; the command line works."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from app.runtime.simulate import Coefficients, MachineSpec, Shape, laws, simulate
+from app.runtime.simulate.command import main, parse_bytes
+from app.runtime.simulate.families import Family
+from app.runtime.simulate.fit import fit
+from app.runtime.simulate.toml import to_toml
+from app.schema import Stage
+from tests.runtime.simulate import tiny
+
+NEW = Shape(height=128, width=192, num_frames=13)
+
+
+@pytest.fixture(scope="module")
+def family() -> Family:
+    return tiny.kandinsky().model_copy(update={"height": 128, "width": 128, "num_frames": 17})
+
+
+@pytest.fixture(scope="module")
+def coefficients(family: Family) -> Coefficients:
+    return fit(family, tiled=False)
+
+
+def test_laws_predict_another_size(family: Family, coefficients: Coefficients) -> None:
+    result = simulate(family, NEW, machine=MachineSpec(caching_allocator=False))
+    weights = sum(s.bytes for p in result.peaks[:1] for s in p.shares)
+    assert coefficients.denoise_guided is not None
+    tokens = coefficients.lattice.tokens(NEW.height, NEW.width, NEW.num_frames)
+    assert tokens == 4 * 8 * 12
+    denoise = weights + coefficients.denoise_guided.bytes(tokens)
+    assert denoise == pytest.approx(result.peak("cuda:0", Stage.DENOISE), rel=0.02)
+    decode = weights + coefficients.decode.bytes(NEW.height, NEW.width, NEW.num_frames)
+    assert decode == pytest.approx(result.peak("cuda:0", Stage.DECODE), rel=0.02)
+
+
+def test_components_are_described(coefficients: Coefficients) -> None:
+    transformer = coefficients.components["transformer"]
+    assert transformer.class_name == "Kandinsky5Transformer3DModel"
+    assert {b.path: b.count for b in transformer.blocks} == {"visual_transformer_blocks": 4}
+    assert sum(b.total_bytes for b in transformer.blocks) + transformer.other_bytes == transformer.weight_bytes
+    assert 0 < transformer.fp32_bytes < transformer.weight_bytes
+    assert "time_embeddings" in " ".join(transformer.kept_in_fp32)
+    assert transformer.pinned_bytes >= transformer.weight_bytes
+    assert coefficients.text["text_encoder"].tokens == (50, 100, 200)
+    assert coefficients.encode_bytes > 0
+    assert set(coefficients.versions) == {"torch", "diffusers", "transformers", "accelerate"}
+
+
+def test_coefficients_survive_toml(coefficients: Coefficients) -> None:
+    text = to_toml(coefficients)
+    assert text.startswith("# Written by")
+    again = Coefficients.model_validate(tomllib.loads(text) | {"decode_tiled": None})
+    assert again.components == coefficients.components
+    assert again.decode.bytes(512, 768, 121) == pytest.approx(coefficients.decode.bytes(512, 768, 121), rel=1e-6)
+
+
+def test_least_squares_finds_the_law_that_made_the_points() -> None:
+    law = laws.fit_tokens([100, 1000, 5000], [1_000_000 + 50_000 * n for n in (100, 1000, 5000)])
+    assert law.bytes(2000) == pytest.approx(101_000_000, rel=1e-6)
+    assert law.max_error < 1e-6
+    sizes = [(256, 256, 9), (512, 512, 9), (512, 512, 33), (768, 512, 17)]
+    video = laws.fit_video(sizes, [5_000_000 + 1000 * h * w + 20 * h * w * f for h, w, f in sizes])
+    assert video.bytes(640, 640, 25) == pytest.approx(5_000_000 + 1000 * 640**2 + 20 * 640**2 * 25, rel=1e-6)
+    tiled = laws.fit_tiled(sizes, [9_000_000 + 30 * h * w * f for h, w, f in sizes], (256, 256, 1))
+    assert tiled.bytes(1024, 1024, 49) == pytest.approx(9_000_000 + 30 * 1024**2 * 49, rel=1e-3)
+
+
+def test_sizes_on_the_command_line() -> None:
+    assert parse_bytes("12GiB") == 12 * 1024**3
+    assert parse_bytes("1.5 MB") == 1_500_000
+    with pytest.raises(SystemExit):
+        main(["run", "wan2.1-t2v-1.3b", "--vram", "twelve"])
+
+
+def test_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--json"]) == 0
+    assert "wan2.1-t2v-14b" in json.loads(capsys.readouterr().out)
+    assert main(["run", "no-such-model"]) == 2
+
+
+def test_a_model_folder_runs_and_what_does_not_fit_exits_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = _write_folder(tmp_path, tiny.wan("float32"))
+    arguments = ["run", str(folder), "--size", "96x64", "--frames", "9", "--json"]
+    assert main([*arguments, "--strategy", "leaf_stream", "--vram", "1GiB"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["output_shape"] == [1, 9, 64, 96, 3]
+    assert result["setup"]["default"]["use_stream"] is True
+    assert main([*arguments, "--vram", "451MiB"]) == 3
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+    assert main([*arguments[:-1], "--strategy", "model_offload"]) == 0
+    assert "denoise" in capsys.readouterr().out
+
+
+def _write_folder(folder: Path, family: Family) -> Path:
+    """A folder in diffusers' layout, without weights."""
+    index: dict[str, object] = {"_class_name": family.pipeline, "_diffusers_version": "0.42.1", "boundary_ratio": None}
+    for name, part in family.parts.items():
+        index[name] = list(part.class_path.rsplit(".", 1))
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(part.config))
+    (folder / "scheduler").mkdir()
+    options = {k: v for k, v in family.scheduler.items() if k != "class"}
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(options))
+    index |= {"scheduler": ["diffusers", family.scheduler["class"]], "tokenizer": ["transformers", "T5TokenizerFast"]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder
