@@ -13,14 +13,13 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from app.config import Settings, bundled
+from app.config import Settings
 from app.doctor import Finding, Installation, compare, examine
 from app.doctor.installation import requirements, torch_build
 from app.doctor.worker import has_kernels
 from app.hardware import probe
 from app.hardware.nvidia import DRIVER_MISSING, OWN_WORKER
 from app.schema import GIB, Backend, Disk, Gpu, GpuProcess, Hardware, Limit
-
 
 unhurried = hypothesis_settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """Whoever shares the machine must not fail a test."""
@@ -119,6 +118,7 @@ def look(settings: Settings, found: Hardware, site: SitePackages, demo: Path, **
         "site_packages": (str(site.folder),),
         "environ": {},
         "ffmpeg": lambda: program(site.folder, "echo ' V....D libx264  H.264'"),
+        "pyproject": site.folder / "pyproject.toml",
         "demo": demo,
     }
     findings = examine(settings, found, Installation(**{**values, **changes}))
@@ -169,12 +169,32 @@ def test_a_library_that_is_missing(settings: Settings, site: SitePackages, demo:
     assert only(look(settings, hardware(), site, demo)).title == "torch is not installed"
 
 
-def test_requirements_of_a_checkout_come_from_its_pyproject(site: SitePackages) -> None:
+def test_requirements_of_a_checkout_come_from_its_pyproject(site: SitePackages, tmp_path: Path) -> None:
+    pyproject = tmp_path / "pyproject.toml"
+    recorded = Installation(site_packages=(str(site.folder),), pyproject=pyproject)
+    assert [item.name for item in requirements(recorded)] == ["torch", "pydantic"]
+    pyproject.write_text('[project]\ndependencies = ["newer>=2"]')
+    assert [str(item) for item in requirements(recorded)] == ["newer>=2"]
+
+
+def test_a_folder_without_any_record(settings: Settings, site: SitePackages, demo: Path) -> None:
     site.remove("pocketreel")
-    names = [item.name for item in requirements(Installation(site_packages=(str(site.folder),)))]
-    if bundled("pyproject.toml").is_file():
-        assert {"torch", "diffusers", "gradio"} <= set(names)
-        assert "pytest" not in names
+    assert "not recorded" in only(look(settings, hardware(), site, demo)).title
+
+
+def test_lost_files_come_back_from_where_the_program_came_from(
+    settings: Settings, site: SitePackages, demo: Path, tmp_path: Path
+) -> None:
+    (demo / "model_index.json").unlink()
+    assert only(look(settings, hardware(), site, demo)).fix.endswith('--no-deps "pocketreel"')
+    info = site.folder / "pocketreel-0.1.0.dist-info"
+    (info / "direct_url.json").write_text('{"url": "file:///home/a/pocketreel-0.1.0.whl"}')
+    assert only(look(settings, hardware(), site, demo)).fix.endswith('"file:///home/a/pocketreel-0.1.0.whl"')
+    pyproject = tmp_path / "pyproject.toml"
+    pyproject.write_text('[project]\ndependencies = ["torch"]')
+    found = only(look(settings, hardware(), site, demo, pyproject=pyproject))
+    assert found.fix.startswith("git -C ")
+    assert found.fix.endswith("checkout -- assets/demo")
 
 
 @pytest.mark.parametrize(
@@ -318,7 +338,6 @@ def test_presets_and_the_built_in_model(settings: Settings, site: SitePackages, 
     (demo / "model_index.json").unlink()
     found = only(look(settings, hardware(), site, demo))
     assert (found.level, found.title) == ("problem", "The built-in model cannot be loaded")
-    assert "assets/demo" in found.fix or "pip install" in found.fix
 
 
 # ------------------------------------------------------------------------------------------------------------ machine

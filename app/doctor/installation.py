@@ -60,6 +60,8 @@ class Installation:
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     ffmpeg: Callable[[], str] = _ffmpeg
     sqlite_version: tuple[int, ...] = sqlite3.sqlite_version_info[:3]
+    pyproject: Path = field(default_factory=lambda: bundled("pyproject.toml"))
+    """Only there in a checkout, and then newer than what was recorded when it was installed."""
     demo: Path = field(default_factory=lambda: bundled("assets", "demo"))
 
     def distribution(self, name: str) -> importlib.metadata.Distribution | None:
@@ -79,12 +81,11 @@ def examine_installation(settings: Settings, hardware: Hardware, here: Installat
 
 
 def requirements(here: Installation) -> list[Requirement]:
-    """What pyproject.toml asks for: from the installed distribution, else from the file of a checkout."""
+    """What pyproject.toml asks for: from the file of a checkout, else from the installed distribution."""
     distribution = here.distribution("pocketreel")
     texts: list[str] = list(distribution.requires or ()) if distribution is not None else []
-    pyproject = bundled("pyproject.toml")
-    if distribution is None and pyproject.is_file():
-        texts = tomllib.loads(pyproject.read_text("utf-8"))["project"]["dependencies"]
+    if here.pyproject.is_file():
+        texts = tomllib.loads(here.pyproject.read_text("utf-8"))["project"]["dependencies"]
     found = [Requirement(text) for text in texts]
     return [item for item in found if item.marker is None or item.marker.evaluate({"extra": ""})]
 
@@ -281,7 +282,7 @@ def _catalogue(settings: Settings, here: Installation) -> Iterable[Finding]:
 
 def _restore(here: Installation, path: str) -> str:
     """Puts back a file or folder that ships: from git in a checkout, else from where the program was installed from."""
-    if bundled("pyproject.toml").is_file():
+    if here.pyproject.is_file():
         return f'git -C "{bundled()}" checkout -- {path}'
     distribution = here.distribution("pocketreel")
     origin = distribution.read_text("direct_url.json") if distribution is not None else None
