@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 bad input, 3 does not fit, 4 failed, 124 timed out, 130 ca
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import sys
@@ -36,8 +37,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_out = Console(highlight=False, soft_wrap=True)
-_err = Console(stderr=True, highlight=False, soft_wrap=True)
+_out = Console(highlight=False, soft_wrap=True, emoji=False)
+_err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 P = ParamSpec("P")
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout, all else to stderr.")]
@@ -268,7 +269,7 @@ def _size(text: str | None) -> tuple[int | None, int | None]:
     if text is None:
         return None, None
     width, x, height = text.lower().replace("*", "x").partition("x")
-    if not (x and width.strip().isdecimal() and height.strip().isdecimal()):
+    if not (x and width.strip().isdecimal() and height.strip().isdecimal() and len(text) < 30):
         raise InvalidRequest(f"The size {text!r} is not WIDTHxHEIGHT, e.g. 768x512.", field="size")
     return int(width), int(height)
 
@@ -350,4 +351,8 @@ def _raise_for(job: Job, *, quiet: bool) -> None:
 
 def main() -> None:
     """Entry point of `pocketreel` and `python -m app`."""
+    for stream in (sys.stdout, sys.stderr):
+        # Windows writes to a pipe in an old code page, in which most prompts cannot be written
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="replace")
     app()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from app.errors import ConfigError
@@ -34,7 +34,7 @@ def default_data_dir() -> Path:
 class Settings(BaseSettings):
     """What can be set. Every field is also a key of config.toml and, in capitals, a POCKETREEL_* variable."""
 
-    model_config = SettingsConfigDict(env_prefix="POCKETREEL_", extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="POCKETREEL_", env_ignore_empty=True, extra="forbid", frozen=True)
 
     data_dir: Path = Field(default_factory=default_data_dir)
     host: str = "127.0.0.1"
@@ -44,6 +44,11 @@ class Settings(BaseSettings):
     cancel_grace_seconds: float = Field(1.0, ge=0)
     """How long a cancel waits for the run to stop by itself before the worker's process group is ended."""
     log_files_kept: int = Field(20, ge=1)
+
+    @field_validator("data_dir")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return value.expanduser().absolute()  # a compose file or a service expands no ~
 
     @classmethod
     def settings_customise_sources(

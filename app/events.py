@@ -12,11 +12,13 @@ from pydantic import Field, TypeAdapter
 
 from app.schema import ErrorKind, JsonObject, ModelCard, Plan, Progress, Report, Request, Value
 
+VIDEO_NAME = "video.mp4"
+
 # ------------------------------------------------------------------------------------------------- parent -> worker
 
 
 class Run(Value):
-    """Make one video, written in the folder `scratch` beside the target and renamed to `output_path` once checked."""
+    """Make one video and leave it, checked, as `scratch/VIDEO_NAME`. The parent moves it to `output_path`."""
 
     type: Literal["run"] = "run"
     job_id: str
@@ -25,7 +27,6 @@ class Run(Value):
     card: ModelCard
     output_path: Path
     scratch: Path
-    overwrite: bool
     metadata: JsonObject
     """Embedded in the MP4 beside the report."""
 

@@ -24,16 +24,14 @@ def read_metadata(path: Path) -> JsonObject:
     """
     if not path.is_file():
         raise NotFound(f"There is no file {path}.")
-    ran = subprocess.run(
-        [get_ffmpeg_exe(), "-v", "error", "-i", f"file:{path}", "-f", "ffmetadata", "pipe:1"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=_SECONDS,
-        check=False,
-        creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
-    )
-    if ran.returncode != 0:
-        raise BadInput(f"{path} is not a video that ffmpeg can read. Give an MP4 made by Pocketreel.")
+    command = [get_ffmpeg_exe(), "-v", "error", "-i", f"file:{path}", "-f", "ffmetadata", "pipe:1"]
+    hidden = getattr(subprocess, "CREATE_NO_WINDOW", 0)
+    try:
+        ran = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SECONDS, check=True, creationflags=hidden
+        )
+    except (subprocess.SubprocessError, OSError):
+        raise BadInput(f"{path} is not a video that ffmpeg can read. Give an MP4 made by Pocketreel.") from None
     # a value ends at the first newline that no backslash escapes
     found = re.search(r"^comment=((?:\\.|[^\\\n])*)", ran.stdout.decode("utf-8", "replace"), re.MULTILINE | re.DOTALL)
     try:

@@ -1,8 +1,8 @@
 """Pure: (Hardware, ModelCard, Request, HardwarePreset) -> Plan with reasons, or PlanError.
 
 First form: one device, all of the pipeline resident, or one component at a time on the GPU (model offload), or the
-CPU. Memory is estimated from the weights' sizes and a coarse working-memory rule; where sizes are unknown (a Hub model
-that was not downloaded) nothing is promised and the reasons say so.
+CPU. Memory is estimated from the sizes of the weights and a coarse working-memory rule; where sizes are unknown (a Hub
+model that was not downloaded) nothing is promised and the reasons say so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from app.schema import GIB, Backend, Gpu, Hardware, HardwarePreset, ModelCard, P
 RAM_FLOOR_BYTES = 1 * GIB
 """Left to the system: a PC that swaps for twenty minutes is what people hate most."""
 WORKER_BASE_BYTES = int(0.9 * GIB)
-"""A worker with torch and diffusers imported and no model; `pocketreel bench overhead` prints it."""
+"""A worker with torch and diffusers imported and no model: 0.75 GiB seen in a job that failed to load; rounded up."""
 GPU_CONTEXT_BYTES = int(0.5 * GIB)
 """The CUDA context, outside of torch's own count (about 450 MiB, shared/facts/memory.md)."""
 WEIGHTS_MARGIN = 1.25
@@ -24,16 +24,18 @@ def plan(
     card: ModelCard,
     request: Request,
     preset: HardwarePreset,
-    weights: dict[str, int] | None,
+    counts: dict[str, dict[str, int]] | None,
 ) -> Plan:
-    """Choose device, dtype and placement. `weights` are bytes on disk by component (16 bit), None when unknown.
+    """Choose device, dtype and placement. `counts` are numbers by component and stored dtype, None when unknown.
 
     Raises:
         PlanError: names the memory that is short, by how much, and what would fit.
     """
     gpu = _gpu(hardware, preset)
     if gpu is None:
-        return _on_cpu(hardware, card, request, preset, weights)
+        # most CPUs have no fast 16-bit arithmetic, so they compute in 32 whatever the files hold
+        return _on_cpu(hardware, card, request, preset, _bytes(counts, 4))
+    weights = _bytes(counts, 2)
     dtype = "bfloat16" if gpu.supports["bf16"] else "float16"
     device = f"cuda:{gpu.index}"
     budget = gpu.free_bytes - preset.vram_keep_free_bytes - GPU_CONTEXT_BYTES
@@ -60,7 +62,8 @@ def plan(
     return Plan(
         device=device,
         dtype=dtype,
-        placements=_placements(weights, strategy, device, dtype, 1),
+        strategy=strategy,
+        placements=_placements(weights, strategy, device, dtype),
         vae_tiling=strategy is Strategy.MODEL_OFFLOAD,
         predicted_ram_bytes=ram_needed,
         predicted_vram_bytes={device: needed} if needed else {},
@@ -83,9 +86,7 @@ def _gpu(hardware: Hardware, preset: HardwarePreset) -> Gpu | None:
 def _on_cpu(
     hardware: Hardware, card: ModelCard, request: Request, preset: HardwarePreset, weights: dict[str, int] | None
 ) -> Plan:
-    # stored in 16 bit, computed in 32: most CPUs have no fast 16-bit arithmetic
-    in_ram = sum((weights or {}).values()) * 2
-    needed = WORKER_BASE_BYTES + in_ram + _working_bytes(request)
+    needed = WORKER_BASE_BYTES + sum((weights or {}).values()) + _working_bytes(request)
     _check_ram(hardware, preset, needed, card)
     reasons = ["no GPU is used: the preset says so" if preset.device == "cpu" else "no GPU was found: the CPU computes"]
     reasons.append(
@@ -97,7 +98,8 @@ def _on_cpu(
     return Plan(
         device="cpu",
         dtype="float32",
-        placements=_placements(weights, Strategy.RESIDENT, "cpu", "float32", 2),
+        strategy=Strategy.RESIDENT,
+        placements=_placements(weights, Strategy.RESIDENT, "cpu", "float32"),
         threads=hardware.cpu_count,
         predicted_ram_bytes=needed,
         reasons=tuple(reasons),
@@ -117,13 +119,16 @@ def _check_ram(hardware: Hardware, preset: HardwarePreset, needed: int, card: Mo
         )
 
 
-def _placements(
-    weights: dict[str, int] | None, strategy: Strategy, device: str, dtype: str, factor: int
-) -> tuple[Placement, ...]:
+def _placements(weights: dict[str, int] | None, strategy: Strategy, device: str, dtype: str) -> tuple[Placement, ...]:
     return tuple(
-        Placement(component=name, strategy=strategy, device=device, dtype=dtype, weight_bytes=size * factor)
+        Placement(component=name, strategy=strategy, device=device, dtype=dtype, weight_bytes=size)
         for name, size in (weights or {}).items()
     )
+
+
+def _bytes(counts: dict[str, dict[str, int]] | None, size: int) -> dict[str, int] | None:
+    """Bytes by component once loaded in a dtype of `size` bytes."""
+    return None if counts is None else {name: sum(by_dtype.values()) * size for name, by_dtype in counts.items()}
 
 
 def _frame_bytes(request: Request) -> int:

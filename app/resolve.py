@@ -25,6 +25,11 @@ def resolve(draft: Draft, card: ModelCard, preset: HardwarePreset) -> tuple[Requ
     """
     defaults, lattice = card.defaults, card.lattice
     notices: list[Notice] = []
+    if "t2v" not in card.tasks:
+        raise InvalidRequest(
+            f"{card.title} needs a start image, which this version cannot take. Choose a model that works from text.",
+            field="model",
+        )
     prompt = _text("prompt", draft.prompt)
     if not prompt:
         raise InvalidRequest("The prompt is empty. Say what the video should show.", field="prompt")
@@ -94,8 +99,9 @@ def _or(value: int | None, default: int) -> int:
 
 
 def _between(field: str, value: float, low: float, high: float) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
-        raise InvalidRequest(f"{field} is {value:g}; it must lie between {low:g} and {high:g}.", field=field)
+    if not low <= value <= high:  # NaN is not; no float() here, integers may have hundreds of digits
+        shown = "far too large" if abs(value) > 1e20 else value
+        raise InvalidRequest(f"{field} is {shown}; it must lie between {low} and {high}.", field=field)
 
 
 def _side(field: str, value: int | None, default: int, lattice: Lattice, notices: list[Notice]) -> int:

@@ -256,6 +256,8 @@ class Plan(Value):
 
     device: str
     dtype: str
+    strategy: Strategy
+    """Of every component without a placement of its own: of all, where sizes were unknown when the plan was made."""
     placements: tuple[Placement, ...]
     vae_tiling: bool = False
     threads: int | None = None

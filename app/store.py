@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -94,12 +95,11 @@ class Store:
     def cancel_requested(self, job_id: str) -> bool:
         return bool(self._query("SELECT 1 FROM jobs WHERE id = ? AND cancel_requested = 1", (job_id,)))
 
-    def start(self, job_id: str, *, at: datetime, log_path: Path) -> Job | None:
+    def start(self, job_id: str, *, at: datetime, **changes: Any) -> Job | None:
         """pending -> running; None if it is not pending any more (canceled meanwhile)."""
-        changes = {"status": JobStatus.RUNNING, "started_at": at, "log_path": log_path}
-        return self._change(job_id, (JobStatus.PENDING,), changes)
+        return self._change(job_id, (JobStatus.PENDING,), {"status": JobStatus.RUNNING, "started_at": at, **changes})
 
-    def finish(self, job_id: str, status: JobStatus, *, at: datetime, **changes: Any) -> Job | None:
+    def finish(self, job_id: str, *, status: JobStatus, at: datetime, **changes: Any) -> Job | None:
         """To a final status; None if it had ended already, which then stands."""
         return self._change(job_id, _OPEN, {"status": status, "finished_at": at, **changes})
 
@@ -119,7 +119,7 @@ class Store:
 
     def _prepare(self) -> None:
         try:
-            self._db.execute("PRAGMA journal_mode = WAL")
+            self._switch_to_wal()
             self._db.execute("PRAGMA synchronous = FULL")  # a power cut must not take back what was said to be done
             with self._transaction() as db:
                 (version,) = db.execute("PRAGMA user_version").fetchone()
@@ -135,6 +135,19 @@ class Store:
         except (OSError, sqlite3.Error) as error:
             raise self._unusable(error) from error
 
+    def _switch_to_wal(self) -> None:
+        """Two processes that create the file at once: this switch does not wait by the connection's timeout."""
+        until = time.monotonic() + 10
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode = WAL")
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+            else:
+                return
+
     def _query(self, sql: str, values: tuple[Any, ...]) -> Sequence[Any]:
         with self._lock:
             try:
@@ -149,13 +162,12 @@ class Store:
                 self._db.execute("BEGIN IMMEDIATE")  # not deferred: an upgrade of the lock in mid-way cannot wait
                 try:
                     yield self._db
+                    self._db.execute("COMMIT")
                 except BaseException:
-                    self._db.execute("ROLLBACK")
+                    if self._db.in_transaction:  # on some errors (disk full) SQLite has rolled back already
+                        self._db.execute("ROLLBACK")
                     raise
-                self._db.execute("COMMIT")
             except sqlite3.Error as error:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
                 raise self._unusable(error) from error
 
     def _unusable(self, error: Exception) -> StoreError:

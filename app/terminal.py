@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from app.presets import format_bytes
 from app.schema import Hardware, Job, JobStatus, Report, Stage
@@ -42,6 +44,7 @@ def summary(job: Job) -> str:
         f"  model {request.model}, {request.num_inference_steps} steps, guidance {request.guidance_scale:g}, "
         f"seed {request.seed}"
     )
+    lines.append(f"  plan: {'; '.join(job.plan.reasons)}")
     if job.report is not None:
         lines += [f"  {line}" for line in report_lines(job.report)]
     return "\n".join(lines)
@@ -74,11 +77,14 @@ def report_lines(report: Report) -> list[str]:
 def metadata_summary(document: dict[str, Any]) -> str:
     """What `history --from` prints: the JSON embedded in an MP4."""
     lines = [f"Made by Pocketreel {document['pocketreel']}, job {document.get('job', 'unknown')}"]
-    for key, value in document.get("request", {}).items():
-        lines.append(f"  {key}: {value}")
-    if isinstance(report := document.get("report"), dict):
-        lines += [f"  {line}" for line in report_lines(Report.model_validate(report))]
-    return "\n".join(lines)
+    request = document.get("request")
+    if isinstance(request, dict):
+        lines += [f"  {key}: {value}" for key, value in request.items()]
+    try:
+        lines += [f"  {line}" for line in report_lines(Report.model_validate(document.get("report")))]
+    except ValidationError:
+        lines.append("  the report was written by another version; --json shows it as it is")
+    return "\n".join(plain(line) for line in lines)
 
 
 def job_table(jobs: Iterable[Job]) -> Table:
@@ -90,7 +96,7 @@ def job_table(jobs: Iterable[Job]) -> Table:
         status = job.status if job.error_kind is None else f"{job.status} ({job.error_kind})"
         seconds = "" if job.seconds is None else f"{job.seconds:.1f}"
         peak = format_bytes(job.report.peak_ram_bytes) if job.report is not None else ""
-        table.add_row(job.id, status, seconds, peak, _plain(job.request.model), _plain(job.request.prompt))
+        table.add_row(job.id, status, seconds, peak, Text(plain(job.request.model)), Text(plain(job.request.prompt)))
     return table
 
 
@@ -179,6 +185,6 @@ def _duration(seconds: float) -> str:
     )
 
 
-def _plain(text: str) -> str:
-    """Rich would read [brackets] in a prompt as markup."""
-    return text.replace("[", r"\[")
+def plain(text: str) -> str:
+    """Without control characters: a prompt, or the metadata of a foreign file, must not drive the terminal."""
+    return "".join(character if character.isprintable() else " " for character in text)

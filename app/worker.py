@@ -26,7 +26,7 @@ import psutil
 
 from app import events
 from app.errors import WorkerCrashed
-from app.schema import ErrorKind, JsonObject, Progress, Stage
+from app.schema import ErrorKind, JsonObject, Progress, Stage, Value
 
 Outcome = events.Completed | events.Failed | events.Canceled
 
@@ -57,8 +57,91 @@ def torch_view() -> JsonObject:
     return document
 
 
+class _Process:
+    """One worker process with its two pipes, each owned by a thread, so that no caller ever blocks on one."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        self.log = log
+        self.events: queue.Queue[events.Event | None] = queue.Queue()
+        self._outbox: queue.Queue[bytes | None] = queue.Queue()
+        with log.open("wb") as stderr:
+            self._popen = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1"},
+                start_new_session=os.name == "posix",
+                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
+                | getattr(subprocess, "CREATE_NO_WINDOW", 0),
+            )
+        self.pid = self._popen.pid
+        assert self._popen.stdin is not None  # noqa: S101 - for the type checker; PIPE was asked for
+        assert self._popen.stdout is not None  # noqa: S101
+        for target, arguments in (
+            (_listen, (self._popen.stdout, self.events)),
+            (_write, (self._popen.stdin, self._outbox)),
+        ):
+            threading.Thread(target=target, args=arguments, name=f"worker{target.__name__}", daemon=True).start()
+
+    @property
+    def alive(self) -> bool:
+        """On finding it dead, its process group is ended too: its ffmpeg may live on."""
+        if self._popen.returncode is not None:
+            return False
+        if not self._exited():
+            return True
+        self.kill()
+        return False
+
+    def send(self, command: Value) -> None:
+        """Never blocks; to a process that has just died, nothing is sent, and the end of its events says so."""
+        self._outbox.put(events.encode(command))
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit status (negative: the signal), None if it still lives after `seconds`."""
+        until = time.monotonic() + seconds
+        while self.alive:
+            if time.monotonic() > until:
+                return None
+            time.sleep(0.01)
+        return self._popen.returncode
+
+    def end_input(self) -> None:
+        """The end of its stdin tells it that nobody is left."""
+        self._outbox.put(None)
+
+    def kill(self) -> None:
+        """End the process group now: asked first, then by force."""
+        if self._popen.returncode is not None:
+            return
+        if os.name == "posix":
+            # not reaped yet, so the group's number cannot be anybody else's
+            _signal_group(self.pid, signal.SIGTERM)
+            until = time.monotonic() + TERMINATE_SECONDS
+            while not self._exited() and time.monotonic() < until:
+                time.sleep(0.01)
+            _signal_group(self.pid, signal.SIGKILL)
+        else:
+            for child in _children(self.pid):
+                with suppress(psutil.Error):
+                    child.kill()
+            self._popen.kill()
+        self._popen.wait()
+        self.end_input()
+
+    def _exited(self) -> bool:
+        """Whether it has ended; on POSIX without reaping it, see `kill`."""
+        if os.name != "posix":
+            return self._popen.poll() is not None
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # another thread has just reaped it
+            return True
+
+
 class Worker:
-    """One worker process, started on demand and kept warm. Not for use by two threads at once."""
+    """One worker process, started on demand and kept warm. Only `run`'s caller may use it, one thread at a time."""
 
     def __init__(
         self,
@@ -69,50 +152,37 @@ class Worker:
         command: Sequence[str] | None = None,
     ) -> None:
         """`command` starts the process that speaks `app.events`; None is this program's own."""
-        self._command = list(command or command_line("loop"))
+        self.command = list(command or command_line("loop"))
         self._logs = logs
         self._grace = cancel_grace_seconds
         self._kept = log_files_kept
-        self._process: subprocess.Popen[bytes] | None = None
-        self._events: queue.Queue[events.Event | None] = queue.Queue()
-        self._listener: threading.Thread | None = None
-        self._log: Path | None = None
+        self._process: _Process | None = None
         self.idle_since = time.monotonic()
 
     @property
     def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self._process is not None and self._process.alive
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
+        """Of the process that lives, else None."""
+        process = self._process
+        return process.pid if process is not None and process.alive else None
 
     def ensure_started(self) -> Path:
-        """Start a process unless one runs; returns the log file of the one that runs."""
-        if self.alive and self._log is not None:
-            return self._log
-        self.stop()
+        """Start a process unless one lives; returns its log file.
+
+        Raises:
+            OSError: the log folder cannot be written, or the system starts no more processes.
+        """
+        if self._process is not None and self._process.alive:
+            return self._process.log
         self._logs.mkdir(parents=True, exist_ok=True)
         for old in sorted(self._logs.glob("worker-*.log"))[: -self._kept + 1 or None]:
-            old.unlink(missing_ok=True)
-        self._log = self._logs / f"worker-{datetime.now():%Y%m%d-%H%M%S-%f}.log"
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1"},
-                start_new_session=os.name == "posix",
-                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
-                | getattr(subprocess, "CREATE_NO_WINDOW", 0),
-            )
-        self._events = queue.Queue()
-        self._listener = threading.Thread(
-            target=_listen, args=(self._process.stdout, self._events), name="worker-events", daemon=True
-        )
-        self._listener.start()
-        return self._log
+            with suppress(OSError):  # on Windows that of another living worker cannot be removed
+                old.unlink()
+        self._process = _Process(self.command, self._logs / f"worker-{datetime.now():%Y%m%d-%H%M%S-%f}.log")
+        return self._process.log
 
     def run(
         self,
@@ -121,138 +191,139 @@ class Worker:
         canceled: Callable[[], bool],
         on_progress: Callable[[Progress], None],
     ) -> Outcome:
-        """Have one video made. Returns how it ended; after a forced end the scratch folder is removed here.
+        """Have one video made. Returns how it ended; unless it is completed, the scratch folder is gone afterwards.
 
         The time limit `run.request.timeout_seconds` counts from this call and holds even when the worker hangs.
+
+        Raises:
+            OSError: no process could be started.
         """
-        log = self.ensure_started()
+        self.ensure_started()
+        assert self._process is not None  # noqa: S101 - for the type checker
+        outcome: Outcome | None = None
+        try:
+            self._process.send(run)
+            outcome = self._follow(run, self._process, canceled, on_progress)
+        finally:
+            if outcome is None or (isinstance(outcome, events.Failed) and not outcome.usable):
+                self.stop() if outcome is not None else self.kill()
+            if not isinstance(outcome, events.Completed):
+                _remove(run.scratch)
+            self.idle_since = time.monotonic()
+        return outcome
+
+    def kill(self) -> None:
+        """End the process and its children now."""
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+    def stop(self) -> None:
+        """Let an idle process end by itself, by force if it doesn't; its memory returns to the system."""
+        if self._process is not None and self._process.alive:
+            self._process.end_input()
+            self._process.wait(TERMINATE_SECONDS)
+        self.kill()
+
+    def _follow(
+        self,
+        run: events.Run,
+        process: _Process,
+        canceled: Callable[[], bool],
+        on_progress: Callable[[Progress], None],
+    ) -> Outcome:
         deadline = time.monotonic() + run.request.timeout_seconds
         stage, asked_at = Stage.LOAD, None
-        self._send(run)
-        try:
-            while True:
-                try:
-                    event = self._events.get(timeout=_TICK_SECONDS)
-                except queue.Empty:
-                    event = events.Heartbeat(job_id=run.job_id, rss_bytes=0)
+        while True:
+            with suppress(queue.Empty):
+                event = process.events.get(timeout=_TICK_SECONDS)
                 if event is None:
-                    return self._ended(run, stage, log, was_canceled=asked_at is not None)
+                    return self._ended(run, process, stage, was_canceled=asked_at is not None)
                 if isinstance(event, Outcome) and event.job_id == run.job_id:
-                    if isinstance(event, events.Failed) and not event.usable:
-                        self.stop()
                     return event
                 if isinstance(event, events.Progressed) and event.job_id == run.job_id:
                     stage = event.progress.stage
                     on_progress(event.progress)
-                now = time.monotonic()
-                if now > deadline:
-                    self.kill()
-                    return self._failed(
-                        run,
-                        ErrorKind.TIMEOUT,
-                        f"The time limit of {run.request.timeout_seconds:g} s passed during the stage {stage}, so the "
-                        "run was stopped. Raise the limit, or choose fewer steps, fewer frames or a smaller size.",
-                    )
-                if asked_at is None and canceled():
-                    asked_at = now
-                    self._send(events.Cancel(job_id=run.job_id))
-                if asked_at is not None and now - asked_at > self._grace:
-                    self.kill()
-                    return events.Canceled(job_id=run.job_id)
-        finally:
-            if not self.alive:
-                shutil.rmtree(run.scratch, ignore_errors=True)
-            self.idle_since = time.monotonic()
+            now = time.monotonic()
+            if now > deadline:
+                self.kill()
+                return _failed(
+                    run,
+                    ErrorKind.TIMEOUT,
+                    f"The time limit of {run.request.timeout_seconds:g} s passed during the stage {stage}, so the run "
+                    "was stopped. Raise the limit, or choose fewer steps, fewer frames or a smaller size.",
+                )
+            if asked_at is None and canceled():
+                asked_at = now
+                process.send(events.Cancel(job_id=run.job_id))
+            if asked_at is not None and now - asked_at > self._grace:
+                self.kill()
+                return events.Canceled(job_id=run.job_id)
 
-    def kill(self) -> None:
-        """End the process group now: asked first, then by force."""
-        process = self._process
-        if process is None:
-            return
-        members: list[psutil.Process] = []
-        if process.poll() is None:
-            members = _members(process.pid)
-            _signal(process, members, hard=False)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(TERMINATE_SECONDS)
-        _signal(process, members, hard=True)  # also when it died by itself: its ffmpeg may live on
-        process.wait()
-        if self._listener is not None:
-            self._listener.join(1.0)
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                _close(pipe)
-        self._process = None
-
-    def stop(self) -> None:
-        """Let an idle process end by itself, by force if it doesn't; its memory returns to the system."""
-        if self.alive and self._process is not None and self._process.stdin is not None:
-            _close(self._process.stdin)  # the end of its stdin tells it that nobody is left
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(TERMINATE_SECONDS)
-        self.kill()
-
-    def _send(self, command: events.Run | events.Cancel) -> None:
-        assert self._process is not None  # noqa: S101 - run() has started it
-        assert self._process.stdin is not None  # noqa: S101
-        with suppress(OSError):  # it has just died: the end of its events says so
-            self._process.stdin.write(events.encode(command))
-            self._process.stdin.flush()
-
-    def _ended(self, run: events.Run, stage: Stage, log: Path, *, was_canceled: bool) -> Outcome:
-        process = self._process
-        status = process.wait() if process is not None else 0
+    def _ended(self, run: events.Run, process: _Process, stage: Stage, *, was_canceled: bool) -> Outcome:
+        status = process.wait(1.0)
         self.kill()
         if was_canceled:
             return events.Canceled(job_id=run.job_id)
-        how = f"status {status}"
-        if status < 0:
-            how = f"signal {signal.Signals(-status).name}"
         hint = "Generate again; if it happens again, the log says more"
-        if status == -getattr(signal, "SIGKILL", 9):
+        if status is None:
+            how = "spoke nonsense and was ended"
+        elif status < 0:
+            how = f"ended by itself (signal {_signal_name(-status)})"
+        else:
+            how = f"ended by itself (status {status})"
+        if status == -9:
             hint = (
                 "Often the system does this when memory (RAM) runs out: close other programs or choose a smaller size"
             )
-        return self._failed(
-            run, ErrorKind.CRASH, f"The worker process ended by itself ({how}) during the stage {stage}. {hint}: {log}"
+        return _failed(
+            run, ErrorKind.CRASH, f"The worker process {how} during the stage {stage}. {hint}: {process.log}"
         )
 
-    @staticmethod
-    def _failed(run: events.Run, kind: ErrorKind, message: str) -> events.Failed:
-        return events.Failed(job_id=run.job_id, kind=kind, message=message, usable=False)
+
+def _failed(run: events.Run, kind: ErrorKind, message: str) -> events.Failed:
+    return events.Failed(job_id=run.job_id, kind=kind, message=message, usable=False)
 
 
 def _listen(stream: IO[bytes], inbox: queue.Queue[events.Event | None]) -> None:
-    """Events into the queue until the pipe ends, which None marks; a broken last line (a kill) ends it too."""
-    try:
+    """Events into the queue until the pipe ends, which None marks; a broken line ends it too."""
+    with suppress(OSError, ValueError), stream:
         for line in stream:
             inbox.put(events.EVENTS.validate_json(line))
-    except (OSError, ValueError):
-        pass  # closed by kill(), or half a line: what follows is the same either way
-    finally:
-        inbox.put(None)
+    inbox.put(None)
 
 
-def _members(pid: int) -> list[psutil.Process]:
-    """The worker's children, seen before it dies: on Windows no process group would find them afterwards."""
+def _write(stream: IO[bytes], outbox: queue.Queue[bytes | None]) -> None:
+    """Commands into the pipe until None, or until nobody reads any more."""
+    with suppress(OSError, ValueError), stream:
+        while (data := outbox.get()) is not None:
+            stream.write(data)
+            stream.flush()
+
+
+def _children(pid: int) -> list[psutil.Process]:
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.Error:
         return []
 
 
-def _signal(process: subprocess.Popen[bytes], members: list[psutil.Process], *, hard: bool) -> None:
-    if os.name == "posix":
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL if hard else signal.SIGTERM)
-        return
-    for member in members:
-        with suppress(psutil.Error):
-            member.kill()
-    if hard and process.poll() is None:
-        process.kill()
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # macOS: not permitted for a group of zombies
+        os.killpg(pid, number)
 
 
-def _close(pipe: IO[bytes]) -> None:
-    with suppress(OSError):
-        pipe.close()
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no name
+        return str(number)
+
+
+def _remove(folder: Path) -> None:
+    """Also on Windows, where an ffmpeg that is just ending still holds its file for a moment."""
+    for _ in range(20):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,17 @@ def settings(data_dir: Path) -> Settings:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_leftover_processes() -> Iterator[None]:
-    """Every worker that the suite started has ended when it ends."""
-    yield
+    """Whatever the suite started has ended when it ends, orphans too: all of them inherit a mark."""
+    import secrets
+
     import psutil
 
-    children = psutil.Process().children(recursive=True)
-    left = [child for child in children if any("app.runtime.loop" in part for part in child.cmdline())]
-    assert not left, f"workers left running: {left}"
+    mark = secrets.token_hex(8)
+    os.environ["POCKETREEL_TEST_MARK"] = mark
+    yield
+    left = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get("POCKETREEL_TEST_MARK") == mark:
+                left.append(" ".join(process.cmdline())[:200])
+    assert not left, f"left running: {left}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -72,6 +71,10 @@ def test_generate_as_json_is_one_document(tmp_path: Path) -> None:
         (["generate", "x", "-o", "clip.gif"], "mp4"),
         (["generate", "x", "--timeout", "-1"], "timeout"),
         (["generate", "x", "--frames", "many"], "many"),
+        (["generate", "x", "--frames", "9" * 400], "num_frames"),
+        (["generate", "x", "--size", "9" * 5000 + "x64"], "WIDTHxHEIGHT"),
+        (["generate", "x", "-o", "x" * 300 + ".mp4"], "cannot be written"),
+        (["generate", "x", "--model", "wan2.1-i2v-14b-480p"], "start image"),
         (["history", "--from", "nothing.mp4"], "no file"),
         (["unknown-command"], "unknown-command"),
     ],
@@ -156,7 +159,10 @@ def test_killed_worker_is_4_and_said(tmp_path: Path) -> None:
     assert ".log" in said
 
 
+@pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals")
 def test_progress_is_shown_in_a_terminal(tmp_path: Path) -> None:
+    import pty
+
     main, side = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "app", "generate", "a red ball", "-o", str(tmp_path / "clip.mp4"), *QUICK],
@@ -208,6 +214,29 @@ def test_a_folder_called_app_does_not_shadow_ours(tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
+
+
+def test_strange_prompts_do_not_break_the_history(data_dir: Path) -> None:
+    from app.store import Store
+    from tests import values
+
+    store = Store(data_dir / "pocketreel.sqlite3")
+    for number, prompt in enumerate([r"a \[/red] b", "[bold]x[/]", ":cat:", "\x1b[31mred", "日本 🎈"]):
+        store.add(values.job(f"j{number}", request=values.request(prompt=prompt)), runner="r")
+    store.close()
+    ran = run("history")
+    assert ran.returncode == 0, ran.stderr
+    for words in (r"a \[/red] b", "[bold]x[/]", ":cat:", "日本 🎈"):
+        assert words in ran.stdout
+    assert "\x1b" not in ran.stdout
+
+
+def test_old_code_pages_do_not_break_the_output(data_dir: Path) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "cp1252"}
+    command = [sys.executable, "-m", "app", "generate", "日本", "--model", "nöwhere", "--json"]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=False)
+    assert ran.returncode == 2, ran.stderr
+    assert "nöwhere" in json.loads(ran.stdout)["error"]
 
 
 def test_version_and_help() -> None:

@@ -16,7 +16,7 @@ LAYERS = [
     {"schema"},
     {"errors"},
     {"events", "config", "presets", "hardware", "store", "mp4", "demo"},
-    {"resolve", "planner", "worker", "doctor"},
+    {"resolve", "planner", "worker", "doctor", "outputs"},
     {"jobs"},
     {"terminal", "bench", "web"},
     {"cli"},

@@ -16,11 +16,13 @@ import psutil
 import pytest
 
 from app.config import Settings
-from app.errors import InvalidRequest, NotFound, OutputExists
-from app.jobs import MAX_PENDING_PER_OWNER, JobService, check_output, scratch_of
+from app.errors import InvalidRequest, NotFound, OutputExists, StoreError
+from app.jobs import MAX_PENDING_PER_OWNER, JobService
 from app.mp4 import read_metadata
-from app.schema import Draft, ErrorKind, Job, JobStatus, Stage
+from app.outputs import scratch_of
+from app.schema import GIB, Draft, ErrorKind, GpuProcess, Job, JobStatus, Stage
 from app.worker import Worker
+from tests import values
 
 ME = "local"
 SMALL = Draft(
@@ -157,7 +159,7 @@ def test_waiting_jobs_can_be_canceled_and_owners_take_turns(shared: JobService) 
     assert finish(shared, running).status is JobStatus.CANCELED
     assert finish(shared, bobs).status is JobStatus.COMPLETED
     assert finish(shared, anns[0]).status is JobStatus.COMPLETED
-    assert finish(shared, bobs).started_at < finish(shared, anns[0]).started_at or bobs.created_at > anns[0].created_at
+    assert shared.get(bobs.id, owner="bob").started_at < shared.get(anns[0].id, owner="ann").started_at
 
 
 def test_one_owner_cannot_fill_the_queue(shared: JobService) -> None:
@@ -179,19 +181,12 @@ def test_an_existing_output_is_refused_before_anything_runs(shared: JobService, 
     job = shared.submit(SMALL, owner=ME, output_path=tmp_path / "other.mp4")
     (tmp_path / "other.mp4").write_bytes(b"came in between")
     job = finish(shared, job)
-    assert job.status is JobStatus.FAILED
-    assert "exists already" in job.error
+    assert job.status is JobStatus.COMPLETED
     assert (tmp_path / "other.mp4").read_bytes() == b"came in between"
+    assert job.output_path == job.report.output.path == tmp_path / f"other-{job.id}.mp4"
+    assert job.output_path.is_file()
+    assert job.output_path.name in job.notices[-1].text
     assert finish(shared, shared.submit(SMALL, owner=ME, output_path=target, overwrite=True)).error is None
-
-
-def test_targets_are_checked_early(tmp_path: Path) -> None:
-    for bad in ("clip.avi", "clip", "missing/clip.mp4"):
-        with pytest.raises(InvalidRequest):
-            check_output(tmp_path / bad, overwrite=False)
-    (tmp_path / "folder.mp4").mkdir()
-    with pytest.raises(InvalidRequest, match="is a folder"):
-        check_output(tmp_path / "folder.mp4", overwrite=True)
 
 
 @pytest.mark.parametrize("mode", ["soft", "hard"])
@@ -302,6 +297,67 @@ def test_a_second_process_neither_steals_nor_buries_running_jobs(held: Held, set
         assert finish(first, job).status is JobStatus.CANCELED
     finally:
         second.close()
+
+
+def test_a_store_that_fails_for_a_while_loses_nothing(shared: JobService, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = shared.submit(SMALL, owner=ME)
+    reach(shared, job, "load")
+    save, failures = shared.store.finish, []
+
+    def fail_once(*arguments: object, **changes: object) -> object:
+        if not failures:
+            failures.append(changes)
+            raise StoreError("The disk is full")
+        return save(*arguments, **changes)
+
+    monkeypatch.setattr(shared.store, "finish", fail_once)
+    job = finish(shared, job)
+    assert failures
+    assert job.status is JobStatus.COMPLETED
+
+
+def test_a_store_that_stays_broken_does_not_stop_the_service(
+    shared: JobService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise StoreError("The disk is full")
+
+    monkeypatch.setattr("app.jobs.SAVE_PAUSES", (0.01,))
+    with monkeypatch.context() as patch:
+        patch.setattr(shared.store, "finish", fail)
+        job = finish(shared, shared.submit(SMALL, owner=ME))
+        assert job.status is JobStatus.COMPLETED
+        assert job.output_path.is_file()
+        assert shared.list(owner=ME)[0].status is JobStatus.COMPLETED
+    assert finish(shared, shared.submit(SMALL, owner=ME)).status is JobStatus.COMPLETED
+
+
+def test_a_video_in_place_is_completed_whatever_died_afterwards(shared: JobService, settings: Settings) -> None:
+    """The moment between the rename and the record: a restart reads in the file whose it is."""
+    done = finish(shared, shared.submit(SMALL, owner=ME))
+    first = JobService(settings)
+    first.store.add(done.model_copy(update={"status": JobStatus.RUNNING, "report": None}), runner="of a dead process")
+    first.close()
+    second = JobService(settings)
+    try:
+        found = second.get(done.id, owner=ME)
+        assert found.status is JobStatus.COMPLETED
+        assert found.report.peak_ram_bytes > 0
+        assert done.output_path.is_file()
+    finally:
+        second.close()
+
+
+def test_the_warm_worker_s_own_memory_is_free_for_the_next_job(shared: JobService) -> None:
+    finish(shared, shared.submit(SMALL, owner=ME))
+    pid = shared._worker.pid
+    assert pid is not None
+    held = (GpuProcess(pid=pid, name="x", used_bytes=6 * GIB), GpuProcess(pid=1, name="y", used_bytes=GIB))
+    gpu = values.gpu(free_bytes=4 * GIB, processes=held)
+    found = values.hardware(gpus=(gpu,), ram_available_bytes=2 * GIB)
+    free = shared._with_own_worker(found)
+    assert free.gpus[0].free_bytes == 10 * GIB
+    assert 200 * 2**20 < free.ram_available_bytes - 2 * GIB < 4 * GIB
 
 
 def test_closing_says_what_became_of_the_jobs(held: Held, settings: Settings) -> None:

@@ -8,11 +8,18 @@ from app.schema import GIB, Backend, Limit, Strategy
 from tests import values
 
 CARD, REQUEST, AUTO = values.card(), values.request(), values.preset()
-WEIGHTS = {"transformer": 4 * GIB, "text_encoder": 2 * GIB, "vae": GIB // 4}
+
+
+def counts(**weights: int) -> dict[str, dict[str, int]]:
+    """Components by their bytes in a 16-bit format."""
+    return {name: {"BF16": size // 2} for name, size in weights.items()}
+
+
+WEIGHTS = counts(transformer=4 * GIB, text_encoder=2 * GIB, vae=GIB // 4)
 
 
 def test_a_machine_without_gpu_is_a_first_class_case() -> None:
-    made = plan(values.hardware(), CARD, REQUEST, AUTO, {"transformer": 10 * 2**20})
+    made = plan(values.hardware(), CARD, REQUEST, AUTO, counts(transformer=10 * 2**20))
     assert (made.device, made.dtype) == ("cpu", "float32")
     assert {placement.strategy for placement in made.placements} == {Strategy.RESIDENT}
     assert made.placements[0].weight_bytes == 20 * 2**20
@@ -35,7 +42,7 @@ def test_preset_limits_hold() -> None:
     assert limited.predicted_vram_bytes["cuda:0"] <= 7 * GIB
     shared = plan(hardware, CARD, REQUEST, values.preset(vram_keep_free_bytes=5 * GIB), WEIGHTS)
     assert {p.strategy for p in shared.placements} == {Strategy.MODEL_OFFLOAD}
-    assert plan(hardware, CARD, REQUEST, values.preset(device="cpu"), {"vae": GIB}).device == "cpu"
+    assert plan(hardware, CARD, REQUEST, values.preset(device="cpu"), counts(vae=GIB)).device == "cpu"
 
 
 def test_vram_too_small_names_the_shortage() -> None:
@@ -75,4 +82,12 @@ def test_number_format_by_card() -> None:
 
 def test_cards_that_torch_cannot_drive_here_are_left_alone() -> None:
     hardware = values.hardware(gpus=(values.gpu(backend=Backend.XPU),))
-    assert plan(hardware, CARD, REQUEST, AUTO, {"vae": GIB}).device == "cpu"
+    assert plan(hardware, CARD, REQUEST, AUTO, counts(vae=GIB)).device == "cpu"
+
+
+def test_what_the_files_hold_does_not_matter_only_what_is_loaded() -> None:
+    hardware = values.hardware(gpus=(values.gpu(),), ram_available_bytes=32 * GIB)
+    stored_wide = {"transformer": {"F32": GIB}}
+    made = plan(hardware, CARD, REQUEST, AUTO, stored_wide)
+    assert made.placements[0].weight_bytes == 2 * GIB
+    assert plan(values.hardware(), CARD, REQUEST, AUTO, stored_wide).placements[0].weight_bytes == 4 * GIB

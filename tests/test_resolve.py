@@ -60,6 +60,8 @@ def test_snapping_is_said(field: str, value: int, result: int, words: str | None
         ({"guidance_scale": math.inf}, "guidance_scale"),
         ({"guidance_scale": -1.0}, "guidance_scale"),
         ({"fps": 0}, "fps"),
+        ({"num_frames": 10**400}, "num_frames"),
+        ({"seed": 10**400}, "seed"),
         ({"seed": -2}, "seed"),
         ({"seed": 2**63}, "seed"),
         ({"timeout_seconds": 0}, "timeout_seconds"),
@@ -116,3 +118,9 @@ def test_result_is_on_the_lattice_and_stable(width: int, height: int, num_frames
         update={"width": request.width, "height": request.height, "num_frames": request.num_frames}
     )
     assert resolve(again, CARD, PRESET)[1] == ()
+
+
+def test_a_model_that_needs_an_image_is_refused_before_it_is_loaded() -> None:
+    with pytest.raises(InvalidRequest, match="start image") as caught:
+        resolve(Draft(prompt="x"), values.card(tasks=("i2v",)), PRESET)
+    assert caught.value.field == "model"

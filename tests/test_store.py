@@ -45,11 +45,11 @@ def test_transitions_are_guarded(store: Store) -> None:
     store.add(values.job(), runner="r")
     assert store.start("j1", at=NOW, log_path=Path("log")).status is JobStatus.RUNNING
     assert store.start("j1", at=NOW, log_path=Path("log")) is None
-    failed = store.finish("j1", JobStatus.FAILED, at=NOW, error_kind=ErrorKind.CRASH, error="gone")
+    failed = store.finish("j1", status=JobStatus.FAILED, at=NOW, error_kind=ErrorKind.CRASH, error="gone")
     assert failed.error_kind is ErrorKind.CRASH
-    assert store.finish("j1", JobStatus.COMPLETED, at=NOW) is None
+    assert store.finish("j1", status=JobStatus.COMPLETED, at=NOW) is None
     assert store.get("j1").status is JobStatus.FAILED
-    assert store.finish("unknown", JobStatus.FAILED, at=NOW) is None
+    assert store.finish("unknown", status=JobStatus.FAILED, at=NOW) is None
 
 
 def test_one_of_many_finishers_wins(store: Store) -> None:
@@ -57,7 +57,7 @@ def test_one_of_many_finishers_wins(store: Store) -> None:
     won: list[str] = []
 
     def finish(error: str) -> None:
-        if store.finish("j1", JobStatus.FAILED, at=NOW, error=error):
+        if store.finish("j1", status=JobStatus.FAILED, at=NOW, error=error):
             won.append(error)
 
     threads = [threading.Thread(target=finish, args=(str(number),)) for number in range(8)]
@@ -72,7 +72,7 @@ def test_one_of_many_finishers_wins(store: Store) -> None:
 def test_unfinished_names_the_runner(store: Store) -> None:
     store.add(values.job("j1"), runner="r1")
     store.add(values.job("j2"), runner="r2")
-    store.finish("j1", JobStatus.CANCELED, at=NOW)
+    store.finish("j1", status=JobStatus.CANCELED, at=NOW)
     assert [(job.id, runner) for job, runner in store.unfinished()] == [("j2", "r2")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,7 +23,6 @@ RUN = events.Run(
     card=values.card(),
     output_path=Path("/nowhere/clip.mp4"),
     scratch=Path("/nowhere/.scratch"),
-    overwrite=False,
     metadata={},
 )
 
@@ -45,7 +45,17 @@ def test_messages_survive_the_pipe() -> None:
     assert events.COMMANDS.validate_json(events.encode(cancel)) == cancel
 
 
-@pytest.mark.parametrize("code", ["", "print('hello')", "print('{\"type\": \"comp', end='')", "import os; os.abort()"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "",
+        "print('hello')",
+        "print('hello', flush=True); import time; time.sleep(60)",
+        "import os, time; os.close(1); time.sleep(60)",
+        "print('{\"type\": \"comp', end='')",
+        "import os; os.abort()",
+    ],
+)
 def test_a_process_that_speaks_nonsense_or_dies_is_a_crash(tmp_path: Path, code: str) -> None:
     outcome = run(speaking(tmp_path, code))
     assert isinstance(outcome, events.Failed)
@@ -62,8 +72,33 @@ def test_a_deaf_process_is_ended_after_the_grace(tmp_path: Path) -> None:
     assert not worker.alive
 
 
+def test_a_process_that_does_not_listen_cannot_hold_us_up(tmp_path: Path) -> None:
+    """The longest prompts make a message larger than a pipe holds."""
+    worker = speaking(tmp_path, "import time; time.sleep(60)")
+    long = RUN.model_copy(
+        update={"request": values.request(prompt="🎈" * 5000, timeout_seconds=1.0), "metadata": {"again": "🎈" * 20000}}
+    )
+    began = time.monotonic()
+    outcome = worker.run(long, canceled=lambda: False, on_progress=lambda progress: None)
+    assert outcome.kind == "timeout"
+    assert time.monotonic() - began < 3
+
+
+def test_an_error_of_the_caller_ends_the_run_too(tmp_path: Path) -> None:
+    """Else the worker would go on with a job that counts as failed, and publish it."""
+    worker = speaking(tmp_path, "import time; time.sleep(60)")
+
+    def canceled() -> bool:
+        raise RuntimeError("the store is gone")
+
+    with pytest.raises(RuntimeError):
+        worker.run(RUN, canceled=canceled, on_progress=lambda progress: None)
+    assert not worker.alive
+
+
 @pytest.mark.skipif(os.name != "posix", reason="process groups")
-def test_children_of_the_worker_are_ended_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_children_of_the_worker_are_ended_with_it(tmp_path: Path, by_itself: bool) -> None:
     code = (
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], stdout=subprocess.DEVNULL)\n"
@@ -76,7 +111,13 @@ def test_children_of_the_worker_are_ended_with_it(tmp_path: Path) -> None:
         assert time.monotonic() < until
         time.sleep(0.02)
     child = psutil.Process(int((tmp_path / "pid").read_text()))
-    worker.kill()
+    if by_itself:  # found dead, its group is swept
+        os.kill(worker.pid, signal.SIGKILL)
+        until = time.monotonic() + 5
+        while worker.alive:
+            assert time.monotonic() < until
+    else:
+        worker.kill()
     assert not psutil.wait_procs([child], timeout=5)[1] or child.status() == psutil.STATUS_ZOMBIE
 
 

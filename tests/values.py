@@ -20,6 +20,7 @@ from app.schema import (
     ModelCard,
     Plan,
     Request,
+    Strategy,
 )
 
 
@@ -63,6 +64,7 @@ def plan(**changes: Any) -> Plan:
     values: dict[str, Any] = {
         "device": "cpu",
         "dtype": "float32",
+        "strategy": Strategy.RESIDENT,
         "placements": (),
         "predicted_ram_bytes": GIB,
         "reasons": ("a test",),

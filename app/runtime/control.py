@@ -29,9 +29,11 @@ class Control:
         with self._lock:
             self._job_id, self._canceled = job_id, False
 
-    def end(self) -> None:
+    def end(self, job_id: str) -> None:
+        """The next job may have been received already, right after this one's last event; then this changes nothing."""
         with self._lock:
-            self._job_id, self._canceled = None, False
+            if job_id == self._job_id:
+                self._job_id, self._canceled = None, False
 
     def cancel(self, job_id: str) -> None:
         """Ignored for any other job than the present one: that one has just ended."""

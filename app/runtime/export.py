@@ -1,7 +1,8 @@
-"""Frames -> MP4: H.264 yuv420p, read back and checked, then renamed into place; the settings travel in the file.
+"""Frames -> MP4: H.264 yuv420p, read back and checked; the settings travel in the file.
 
-Everything is written in a scratch folder beside the target, so that the last rename is atomic and a stopped run leaves
-one folder to delete. Colours are tagged BT.709: players guess wrongly for untagged files. ffmpeg is imageio-ffmpeg's.
+Everything is written in a scratch folder beside the target, so that the parent's rename is atomic and a stopped run
+leaves one folder to delete. The report inside the file lacks the stage EXPORT, which ends after the file is written.
+ Colours are tagged BT.709: players guess wrongly for untagged files. ffmpeg is imageio-ffmpeg's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from imageio_ffmpeg import get_ffmpeg_exe
 
-from app.errors import InvalidOutput, OutputExists, OutputNotWritten
+from app.errors import InvalidOutput, OutputNotWritten
+from app.events import VIDEO_NAME
 from app.schema import JsonObject, OutputReport
 
 METADATA_KEY = "comment"
@@ -31,80 +33,49 @@ _LUMA_TOLERANCE = 12.0
 
 
 def export(
-    frames: npt.NDArray[np.float32],
+    pixels: npt.NDArray[np.uint8],
     *,
     fps: int,
     target: Path,
     scratch: Path,
-    overwrite: bool,
     metadata: JsonObject,
     on_frame: Callable[[int, int], None],
 ) -> OutputReport:
-    """Write `frames` ([num_frames, height, width, 3], 0..1) to `target` and check what was written.
+    """Write `pixels` ([num_frames, height, width, 3], RGB) to `scratch/VIDEO_NAME` and check what was written.
 
-    `on_frame(done, total)` is called per frame written and may raise to stop; the scratch folder is the caller's to
+    The parent moves it to `target`, which the report names already, once this process has nothing more to do with it.
+    `on_frame(done, total)` is called per frame written and may raise to stop. The scratch folder is the caller's to
     remove.
 
     Raises:
-        OutputExists: `target` exists and `overwrite` is False; it is left as it was.
         OutputNotWritten: the disk is full, read-only or gone.
         InvalidOutput: the file that was written does not hold these frames.
     """
-    exact = (np.clip(frames, 0, 1) * 255).round().astype(np.uint8)
-    pixels = _even(exact)
-    count, height, width = pixels.shape[:3]
+    even = _even(pixels)
+    count, height, width = even.shape[:3]
     try:
         scratch.mkdir(parents=True, exist_ok=True)
-        video, tags = scratch / "video.mp4", scratch / "tags.txt"
+        video, tags = scratch / VIDEO_NAME, scratch / "tags.txt"
         tags.write_text(f";FFMETADATA1\n{METADATA_KEY}={_escape(json.dumps(metadata, ensure_ascii=False))}\n", "utf-8")
-        _encode(pixels, fps, video, tags, on_frame)
-        mean_luma = _check(video, pixels, lambda: on_frame(count, count))
+        _encode(even, fps, video, tags, on_frame)
+        mean_luma = _check(video, even, lambda: on_frame(count, count))
         with video.open("rb+") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
-        size = video.stat().st_size
-        publish(video, target, overwrite=overwrite)
+        return OutputReport(
+            path=target,
+            size_bytes=video.stat().st_size,
+            sha256=digest,
+            frames_sha256=hashlib.sha256(np.ascontiguousarray(pixels).data).hexdigest(),
+            width=width,
+            height=height,
+            num_frames=count,
+            fps=fps,
+            padded=even.shape != pixels.shape,
+            mean_luma=mean_luma,
+        )
     except OSError as error:
         raise _not_written(target, error) from error
-    return OutputReport(
-        path=target,
-        size_bytes=size,
-        sha256=digest,
-        frames_sha256=hashlib.sha256(np.ascontiguousarray(exact).data).hexdigest(),
-        width=width,
-        height=height,
-        num_frames=count,
-        fps=fps,
-        padded=pixels.shape[1:3] != frames.shape[1:3],
-        mean_luma=mean_luma,
-    )
-
-
-def publish(source: Path, target: Path, *, overwrite: bool) -> None:
-    """Move a finished file into place in one step; without `overwrite` an existing target is never touched.
-
-    Raises:
-        OutputExists: the target exists.
-        OSError: the file system refused.
-    """
-    if overwrite:
-        source.replace(target)
-        return
-    try:
-        try:
-            os.link(source, target)  # fails if the target exists, also when two processes try at once
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without hard links (exFAT, some network shares)
-            with target.open("xb"):  # claims the name, or fails
-                pass
-            source.replace(target)
-        else:
-            source.unlink()
-    except FileExistsError:
-        raise OutputExists(
-            f"{target} exists already and was left as it is. Give another name, or --overwrite."
-        ) from None
 
 
 def _encode(

@@ -65,6 +65,7 @@ class Loop:
         self.control = control
         self._pipe: Any = None
         self._loaded: str | None = None
+        self._warm = False
 
     def run(self, run: events.Run, received: float) -> None:
         """Do one job and say how it ended. `received` is the monotonic time at which it arrived. Never raises."""
@@ -74,21 +75,23 @@ class Loop:
             self.channel.emit(events.Progressed(job_id=run.job_id, progress=progress))
 
         clock = StageClock(on_progress, started=received)
+        self._warm = False
         try:
             report = self._generate(run, clock)
         except Interrupted:
+            self._clean(run)
             self.channel.emit(events.Canceled(job_id=run.job_id))
         except Exception as error:  # noqa: BLE001 - the border of the process: every failure becomes an event
             traceback.print_exc()
+            self._clean(run)
             kind, message = _explain(error)
-            clock.close()
             self.channel.emit(
                 events.Failed(
                     job_id=run.job_id,
                     kind=kind,
                     message=message,
                     usable=isinstance(error, PocketreelError),
-                    report=_report(run, clock.reports, warm=False),
+                    report=self._report_of_failed(run, clock),
                 )
             )
         else:
@@ -97,59 +100,67 @@ class Loop:
     def _generate(self, run: events.Run, clock: StageClock) -> Report:
         from app.runtime import export, pipeline  # noqa: PLC0415
 
-        try:
-            clock.enter(Stage.LOAD)
-            warm = self._ensure_loaded(run)
+        clock.enter(Stage.LOAD)
+        self._ensure_loaded(run)
+        self.control.check()
+        pixels = pipeline.generate(self._pipe, run.request, self.control, clock)
+        clock.enter(Stage.EXPORT, total=len(pixels))
+
+        def on_frame(done: int, total: int) -> None:
             self.control.check()
-            frames = pipeline.generate(self._pipe, run.request, self.control, clock)
-            clock.enter(Stage.EXPORT, total=len(frames))
+            if done % max(1, total // 20) == 0:
+                clock.step(done, total)
 
-            def on_frame(done: int, total: int) -> None:
-                self.control.check()
-                if done % max(1, total // 20) == 0:
-                    clock.step(done, total)
-
-            so_far = _report(run, clock.reports, warm=warm)
-            output = export.export(
-                frames,
-                fps=run.request.fps,
-                target=run.output_path,
-                scratch=run.scratch,
-                overwrite=run.overwrite,
-                metadata={**run.metadata, "report": so_far.model_dump(mode="json")},
-                on_frame=on_frame,
-            )
-        finally:
-            shutil.rmtree(run.scratch, ignore_errors=True)
+        so_far = self._report(run, clock.reports)
+        output = export.export(
+            pixels,
+            fps=run.request.fps,
+            target=run.output_path,
+            scratch=run.scratch,
+            metadata={**run.metadata, "report": so_far.model_dump(mode="json")},
+            on_frame=on_frame,
+        )
         clock.close()
-        return _report(run, clock.reports, warm=warm).model_copy(update={"output": output})
+        self.control.check()
+        return self._report(run, clock.reports).model_copy(update={"output": output})
 
-    def _ensure_loaded(self, run: events.Run) -> bool:
-        """Load and place the pipeline unless the last job left the same one; True when it was there already."""
+    @staticmethod
+    def _clean(run: events.Run) -> None:
+        shutil.rmtree(run.scratch, ignore_errors=True)
+
+    def _ensure_loaded(self, run: events.Run) -> None:
+        """Load and place the pipeline unless the last job left the same one."""
         from app.runtime import pipeline, placement  # noqa: PLC0415
 
         key = run.card.model_dump_json() + run.plan.model_dump_json(
-            include={"device", "dtype", "placements", "vae_tiling", "threads"}
+            include={"device", "dtype", "strategy", "placements", "vae_tiling", "threads"}
         )
-        if self._loaded == key:
-            return True
+        self._warm = self._loaded == key
+        if self._warm:
+            return
         self._loaded, self._pipe = None, None
         pipeline.collect()
         pipe = pipeline.load(run.card, run.plan)
         self.control.check()
         placement.apply(pipe, run.plan)
         self._pipe, self._loaded = pipe, key
-        return False
 
+    def _report(self, run: events.Run, stages: list[StageReport]) -> Report:
+        import torch  # noqa: PLC0415
 
-def _report(run: events.Run, stages: list[StageReport], *, warm: bool) -> Report:
-    import torch  # noqa: PLC0415
+        if run.plan.device.startswith("cuda") and torch.cuda.is_available():
+            device = torch.cuda.get_device_name(run.plan.device)
+        else:
+            device = f"CPU ({torch.get_num_threads()} threads)"
+        return Report(stages=tuple(stages), device=device, warm=self._warm, versions=versions())
 
-    if run.plan.device.startswith("cuda") and torch.cuda.is_available():
-        device = torch.cuda.get_device_name(run.plan.device)
-    else:
-        device = f"CPU ({torch.get_num_threads()} threads)"
-    return Report(stages=tuple(stages), device=device, warm=warm, versions=versions())
+    def _report_of_failed(self, run: events.Run, clock: StageClock) -> Report | None:
+        try:
+            clock.close()
+            return self._report(run, clock.reports)
+        except Exception:  # noqa: BLE001 - a GPU after an illegal access refuses every call; the first error counts
+            traceback.print_exc()
+            return None
 
 
 def versions() -> dict[str, str]:
@@ -164,6 +175,8 @@ def versions() -> dict[str, str]:
 def _explain(error: Exception) -> tuple[ErrorKind, str]:
     import torch  # noqa: PLC0415
 
+    from app.runtime.memory import is_ram_error  # noqa: PLC0415
+
     if isinstance(error, GenerationFailed):
         return error.kind, str(error)
     if isinstance(error, PocketreelError):
@@ -173,7 +186,7 @@ def _explain(error: Exception) -> tuple[ErrorKind, str]:
             "The graphics card ran out of memory. Choose a preset for a smaller card, fewer frames or a smaller size, "
             "or close other programs that use the card."
         )
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error) or "os error 1455" in str(error):
+    if is_ram_error(error):
         return ErrorKind.RAM, (
             "The computer ran out of memory (RAM). Close other programs, choose a smaller size or fewer frames"
             + (", or make the Windows pagefile larger." if os.name == "nt" else ".")
@@ -223,7 +236,7 @@ def main() -> None:
     channel.emit(events.Ready(pid=os.getpid(), versions=versions()))
     while (item := inbox.get()) is not None:
         loop.run(*item)
-        control.end()
+        control.end(item[0].job_id)
 
 
 if __name__ == "__main__":

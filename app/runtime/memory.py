@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -23,18 +24,27 @@ _STATUS = Path("/proc/self/status")
 _SAMPLE_SECONDS = 0.05
 
 
+def is_ram_error(error: BaseException) -> bool:
+    """Whether host memory ran out, in the words of Python, of torch on Linux and Windows, and of Windows itself."""
+    said = str(error)
+    words = ("can't allocate memory", "DefaultCPUAllocator: not enough memory", "os error 1455")
+    return isinstance(error, MemoryError) or any(word in said for word in words)
+
+
 class RamPeak:
     """Peak resident bytes of this process since the last `reset`."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
+        self._lock = threading.Lock()
         self._sampled = 0
         self._exact = self._reset_kernel_peak()
         if not self._exact:
             threading.Thread(target=self._sample, name="ram-peak", daemon=True).start()
 
     def reset(self) -> None:
-        self._sampled = self.now()
+        with self._lock:
+            self._sampled = self.now()
         if self._exact:
             self._reset_kernel_peak()
 
@@ -58,8 +68,15 @@ class RamPeak:
 
     def _sample(self) -> None:
         while True:
-            self._sampled = max(self._sampled, self.now())
+            with self._lock:
+                self._sampled = max(self._sampled, self.now())
             time.sleep(_SAMPLE_SECONDS)
+
+
+@cache
+def ram_peak() -> RamPeak:
+    """The one of this process: where it samples, it has a thread."""
+    return RamPeak()
 
 
 class StageClock:
@@ -68,7 +85,7 @@ class StageClock:
     def __init__(self, on_progress: Callable[[Progress], None], *, started: float | None = None) -> None:
         self.reports: list[StageReport] = []
         self._on_progress = on_progress
-        self._ram = RamPeak()
+        self._ram = ram_peak()
         self._process = psutil.Process()
         self._stage: Stage | None = None
         self._began = started if started is not None else time.monotonic()
@@ -98,6 +115,7 @@ class StageClock:
         """`done` of `total` steps of the present stage have ended."""
         if self._stage is None:
             return
+        done = min(done, total)  # schedulers of second order call back more often than there are steps
         self._steps.append(time.monotonic())
         eta = None
         if len(self._steps) > 2:

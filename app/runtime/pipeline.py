@@ -20,13 +20,15 @@ from diffusers import DiffusionPipeline
 
 from app.errors import InvalidOutput, ModelNotUsable
 from app.runtime.control import Control
-from app.runtime.memory import StageClock
+from app.runtime.memory import StageClock, is_ram_error
 from app.schema import ModelCard, Plan, Request, Stage
 
 DENOISERS = ("transformer", "transformer_2", "unet")
 
 Frames = npt.NDArray[np.float32]
 """[num_frames, height, width, 3], RGB from 0 to 1."""
+Pixels = npt.NDArray[np.uint8]
+"""The same as 8-bit RGB, what a video file holds."""
 
 
 def load(card: ModelCard, plan: Plan) -> Any:
@@ -54,7 +56,7 @@ def load(card: ModelCard, plan: Plan) -> Any:
             local_files_only=card.folder is not None,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        if isinstance(error, torch.OutOfMemoryError) or is_ram_error(error):
             raise
         where = f"The model folder {card.folder}" if card.folder is not None else f"The model {card.repo_id} of the Hub"
         raise ModelNotUsable(
@@ -64,8 +66,8 @@ def load(card: ModelCard, plan: Plan) -> Any:
         ) from error
 
 
-def generate(pipe: Any, request: Request, control: Control, clock: StageClock) -> Frames:
-    """Run the pipeline: text to frames of shape [num_frames, height, width, 3], float32, 0..1.
+def generate(pipe: Any, request: Request, control: Control, clock: StageClock) -> Pixels:
+    """Run the pipeline: text to frames of shape [num_frames, height, width, 3], 8-bit RGB.
 
     Raises:
         InvalidOutput: NaN or infinite values, or frames that are black throughout.
@@ -88,7 +90,7 @@ def generate(pipe: Any, request: Request, control: Control, clock: StageClock) -
         pipe.maybe_free_model_hooks()
     frames: Frames = np.asarray(output.frames[0], dtype=np.float32)
     check_frames(frames)
-    return frames
+    return to_pixels(frames)
 
 
 def check_frames(frames: Frames) -> None:
@@ -97,7 +99,7 @@ def check_frames(frames: Frames) -> None:
     Raises:
         InvalidOutput: kind `black`.
     """
-    if not np.isfinite(frames).all():
+    if not all(np.isfinite(frame).all() for frame in frames):
         raise InvalidOutput(
             "The model produced invalid numbers (NaN) instead of a picture, so no video was written. This is usually "
             "a number format the card cannot handle: choose the CPU preset or another model."
@@ -107,6 +109,14 @@ def check_frames(frames: Frames) -> None:
             "The model produced a black picture, so no video was written. Try another seed or prompt; if it stays "
             "black, the number format does not suit the card: choose the CPU preset."
         )
+
+
+def to_pixels(frames: Frames) -> Pixels:
+    """Rounded to 8 bit, frame by frame: of a long video, one more copy in float32 would be gigabytes."""
+    pixels = np.empty(frames.shape, np.uint8)
+    for frame, into in zip(frames, pixels, strict=True):
+        into[:] = (np.clip(frame, 0, 1) * 255).round()
+    return pixels
 
 
 def collect() -> None:

@@ -24,7 +24,7 @@ def apply(pipe: Any, plan: Plan) -> None:
             f"The plan uses {plan.device}, but the worker's torch sees {torch.cuda.device_count()} CUDA devices. "
             "Run `pocketreel doctor`: it compares the driver with the installed torch."
         )
-    strategies = {placement.strategy for placement in plan.placements}
+    strategies = {placement.strategy for placement in plan.placements} or {plan.strategy}
     if strategies == {Strategy.MODEL_OFFLOAD}:
         pipe.enable_model_cpu_offload(gpu_id=device.index or 0, device=device.type)
     elif len(strategies) == 1:
