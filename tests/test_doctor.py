@@ -62,7 +62,14 @@ class SitePackages:
         self.folder = folder
         self.install("pocketreel", "0.1.0", requires=["torch>=2.9", "pydantic>=2.11,<3", 'ruff; extra == "test"'])
         self.install("pydantic", "2.14.4")
-        self.torch("2.14.1", "'13.0'", requires=['nvidia-cudnn-cu13==9.24; platform_system == "Linux"'])
+        self.torch(
+            "2.14.1",
+            "'13.0'",
+            requires=[
+                'nvidia-cudnn-cu13==9.24; platform_system == "Linux"',
+                'nvidia-other; platform_system == "Plan 9"',
+            ],
+        )
         self.install("nvidia-cudnn-cu13", "9.24")
 
     def install(self, name: str, version: str, requires: list[str] | None = None) -> None:
@@ -325,6 +332,12 @@ def test_a_config_file_that_is_not_read(tmp_path: Path, site: SitePackages, demo
     settings.data_dir.mkdir()
     (settings.data_dir / "config.toml").write_text("")
     assert "config.toml is not read" in only(look(settings, hardware(), site, demo)).title
+
+
+def test_the_config_file_that_is_read(settings: Settings, site: SitePackages, demo: Path) -> None:
+    settings.data_dir.mkdir()
+    (settings.data_dir / "config.toml").write_text("")
+    assert look(settings, hardware(), site, demo) == []
 
 
 def test_presets_and_the_built_in_model(settings: Settings, site: SitePackages, demo: Path) -> None:
