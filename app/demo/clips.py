@@ -179,8 +179,10 @@ def random_caption(a: Attributes, named: frozenset[str], rng: random.Random) -> 
         motion = participle if prefix else rng.choice((participle, participle, participle, finite, "is " + participle))
     subject = article + noun
     if "background" in named:
-        ground = f"{rng.choice(COLOR_WORDS[a.background])} {GROUNDS[0] if rng.random() < 0.85 else rng.choice(GROUNDS)}"
-        place = f"{rng.choice(('on', 'on', 'on', 'against', 'in front of', 'over', 'with'))} {rng.choice(('a ', 'a ', 'the ', ''))}{ground}"
+        noun_of_ground = GROUNDS[0] if rng.random() < 0.85 else rng.choice(GROUNDS)
+        ground = f"{rng.choice(COLOR_WORDS[a.background])} {noun_of_ground}"
+        preposition = rng.choice(("on", "on", "on", "against", "in front of", "over", "with"))
+        place = f"{preposition} {rng.choice(('a ', 'a ', 'the ', ''))}{ground}"
         text = rng.choice(
             (
                 *(f"{prefix}{subject} {motion} {place}{suffix}",) * 6,
@@ -200,6 +202,10 @@ def random_caption(a: Attributes, named: frozenset[str], rng: random.Random) -> 
     return text + "." if rng.random() < 0.2 else text
 
 
+def _floats(values: Any) -> Floats:
+    return np.asarray(values, np.float32)
+
+
 def trajectory(a: Attributes, rng: random.Random, frames: int = FRAMES) -> Path:
     """A random path for these attributes.  Speeds are per frame: a shorter clip is the start of a longer one."""
     u = np.arange(frames, dtype=np.float32) / (FRAMES - 1)
@@ -211,25 +217,26 @@ def trajectory(a: Attributes, rng: random.Random, frames: int = FRAMES) -> Path:
     offset = rng.uniform(-0.05, 0.05)
     sweep = (travel * (2 * u - 1)).astype(np.float32)
     if a.motion in ("right", "left"):
-        x = sweep + offset if a.motion == "right" else offset - sweep
+        x = _floats(sweep + offset if a.motion == "right" else offset - sweep)
     elif a.motion in ("down", "up"):
-        y = sweep + offset if a.motion == "down" else offset - sweep
+        y = _floats(sweep + offset if a.motion == "down" else offset - sweep)
     elif a.motion == "bounce":
         floor = 0.92 - radius[0]
         height = (0.95 if a.size == "small" else 0.80 if a.size == "mid" else 0.60) * rng.uniform(0.95, 1.05)
-        y = floor - height * np.abs(np.cos(np.pi * u))
+        y = _floats(floor - height * np.abs(np.cos(np.pi * u)))
     elif a.motion == "rotate":
-        angle = rng.uniform(-0.15, 0.15) + np.float32(0.75 * np.pi) * u
-        x, y = x * 0.5, y * 0.5
+        angle = _floats(rng.uniform(-0.15, 0.15) + 0.75 * np.pi * u)
+        x, y = _floats(x * 0.5), _floats(y * 0.5)
     elif a.motion in ("grow", "shrink"):
         grown = (0.17 + 0.45 * u) * _GROWTH[a.size] * rng.uniform(0.95, 1.05)
-        radius = grown if a.motion == "grow" else (0.79 * _GROWTH[a.size] * rng.uniform(0.97, 1.03) - grown)
-        x, y = x * 0.5, y * 0.5
+        largest = 0.79 * _GROWTH[a.size] * rng.uniform(0.97, 1.03)
+        radius = _floats(grown if a.motion == "grow" else largest - grown)
+        x, y = _floats(x * 0.5), _floats(y * 0.5)
     elif a.motion == "circle":
         phase = -np.pi / 2 + rng.uniform(-0.25, 0.25) + 2 * np.pi * u
         orbit = _ORBIT[a.size] * rng.uniform(0.97, 1.03)
-        x, y = orbit * np.cos(phase), orbit * np.sin(phase)
-    return Path(*(np.asarray(v, np.float32) for v in (x, y, np.maximum(radius, 0.04), angle)))
+        x, y = _floats(orbit * np.cos(phase)), _floats(orbit * np.sin(phase))
+    return Path(x, y, _floats(np.maximum(radius, 0.04)), angle)
 
 
 def signed_distance(shape: str, x: Floats, y: Floats, radius: Floats | float) -> Floats:
@@ -278,7 +285,7 @@ def coverage(shape: str, path: Path, size: int = SIZE, window: tuple[slice, slic
     dx, dy = columns[None, None, :] - x, rows[None, :, None] - y
     cos, sin = np.cos(angle), np.sin(angle)
     distance = signed_distance(shape, cos * dx + sin * dy, cos * dy - sin * dx, radius)
-    return np.clip(0.5 - distance * (size / 2), 0, 1)
+    return _floats(np.clip(0.5 - distance * (size / 2), 0, 1))
 
 
 def rgb_of(name: str) -> Floats:
@@ -313,16 +320,30 @@ def pool(alpha: Floats, factor: int = POOL) -> Floats:
     return np.asarray(blocks.mean((-3, -1)), np.float32)
 
 
-def render_keyframes(items: Sequence[Attributes], rng: random.Random, keys: Sequence[int]) -> Floats:
-    """The pooled keyframes of random clips, RGB in [-1, 1]: (len(items), len(keys), SIZE // POOL, SIZE // POOL, 3).
+class Keyframes(NamedTuple):
+    """The pooled keyframes of random clips; side = SIZE // POOL."""
+
+    rgb: Floats
+    """In [-1, 1]: (clips, keys, side, side, 3)."""
+    alpha: Floats
+    """How much of each pixel the shape covers: (clips, keys, side, side)."""
+    pose: Floats
+    """x, y, radius and angle / pi of the shape: (clips, keys, 4)."""
+
+
+def render_keyframes(items: Sequence[Attributes], rng: random.Random, keys: Sequence[int]) -> Keyframes:
+    """The given keyframes of one random clip for each item.
 
     Rendered at twice the pooled size and averaged, which differs from pooling full-size frames only a little, at
     sharp corners, and costs a quarter.
     """
     frames = [STRIDE * key for key in keys]
     size = SIZE // POOL
-    out = np.empty((len(items), len(frames), size, size, 3), np.float32)
+    rgb = np.empty((len(items), len(frames), size, size, 3), np.float32)
+    alphas = np.empty(rgb.shape[:-1], np.float32)
     paths = [trajectory(a, rng) for a in items]
+    pose = np.stack([np.stack([axis[frames] for axis in path], -1) for path in paths])
+    pose[..., 3] /= np.pi
     for shape in SHAPES:
         which = [i for i, a in enumerate(items) if a.shape == shape]
         if not which:
@@ -330,5 +351,6 @@ def render_keyframes(items: Sequence[Attributes], rng: random.Random, keys: Sequ
         joined = Path(*(np.concatenate([paths[i][axis][frames] for i in which]) for axis in range(4)))
         alpha = pool(coverage(shape, joined, 2 * size), 2).reshape(len(which), len(frames), size, size)
         for i, one in zip(which, alpha, strict=True):
-            out[i] = paint(one, items[i].color, items[i].background)
-    return out
+            alphas[i] = one
+            rgb[i] = paint(one, items[i].color, items[i].background)
+    return Keyframes(rgb, alphas, pose)

@@ -29,7 +29,7 @@ class Settings(NamedTuple):
     fps: int = FPS
 
 
-DEFAULTS = Settings()
+SETTINGS = Settings()
 LIMIT_BYTES = 16_000_000
 """What the shipped folder may weigh in all."""
 
@@ -48,7 +48,7 @@ def save_folder(out: Path, encoders: TextEncoders, vae: Any, transformer: Any) -
         tokenizer=encoders.processor,
         text_encoder_2=encoders.clip,
         tokenizer_2=encoders.clip_tokenizer,
-        scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=DEFAULTS.shift),
+        scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=SETTINGS.shift),
     )
     with _narrow_warnings():
         for part in (pipe.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_2):
@@ -99,12 +99,12 @@ def _narrow_warnings() -> Iterator[None]:
 
 def load_folder(folder: Path) -> Any:
     """The pipeline in float32 on the CPU, without progress bars."""
-    pipe = DiffusionPipeline.from_pretrained(str(folder), torch_dtype=torch.float32, local_files_only=True)
+    pipe = DiffusionPipeline.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
-def sample(pipe: Any, prompt: str, seed: int, settings: Settings = DEFAULTS) -> Any:
+def sample(pipe: Any, prompt: str, seed: int, settings: Settings = SETTINGS) -> Any:
     """One clip as uint8 of shape (frames, size, size, 3)."""
     frames = pipe(
         prompt,

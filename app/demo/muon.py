@@ -18,7 +18,8 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         gram = x @ x.transpose(1, 2)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.transpose(1, 2) if tall else x
+    result: Tensor = x.transpose(1, 2) if tall else x
+    return result
 
 
 class Muon(torch.optim.Optimizer):
@@ -42,7 +43,7 @@ class Muon(torch.optim.Optimizer):
         self.scale = 1.0
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """One update from the gradients; parameters without one are left alone."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
@@ -85,7 +86,8 @@ def split_parameters(
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Trainable parameters of two or more dimensions, and the others; `matrices` restricts the former by name."""
     names = None if matrices is None else set(matrices)
-    first, second = [], []
+    first: list[nn.Parameter] = []
+    second: list[nn.Parameter] = []
     for name, p in module.named_parameters():
         if p.requires_grad:
             (first if p.dim() > 1 and (names is None or name in names) else second).append(p)

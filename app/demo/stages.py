@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+Item = TypeVar("Item")
 
 
 class Stateful(Protocol):
@@ -33,7 +34,7 @@ def save_atomically(state: Any, path: Path) -> None:
     """Write a checkpoint so that a kill leaves either the old one or the new one."""
     temporary = path.with_suffix(".tmp")
     torch.save(state, temporary)
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def load_checkpoint(path: Path) -> Any:
@@ -48,7 +49,7 @@ def run_steps(
     step: Callable[[int], float],
     save_seconds: float = 60.0,
 ) -> None:
-    """Call step(0), ..., step(total - 1), each returning its loss; resume from the checkpoint at path if there is one."""
+    """Call step(0), ..., step(total - 1), each returning its loss; go on from the checkpoint if there is one."""
     done, spent = 0, 0.0
     if path.exists():
         state = load_checkpoint(path)
@@ -75,6 +76,11 @@ def run_steps(
                 saved = time.monotonic()
     if recent:
         save()
+
+
+def progress(items: Iterable[Item], name: str) -> Iterator[Item]:
+    """The items, with a progress bar on stderr."""
+    yield from tqdm(items, desc=name, mininterval=5.0)
 
 
 def seconds_spent(path: Path) -> float:

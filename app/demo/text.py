@@ -106,7 +106,7 @@ def make_clip(tokenizer: Any) -> Any:
 
 
 class TextEncoders(nn.Module):
-    """Both encoders with their tokenizers, encoding as the pipeline does but with the template's prefix computed once."""
+    """Both encoders with their tokenizers: they encode as the pipeline does, the template's prefix only once."""
 
     def __init__(self, tokenizers: Path) -> None:
         super().__init__()

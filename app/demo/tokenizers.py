@@ -52,7 +52,7 @@ def prompt_template() -> str:
     return str(bare.prompt_template)
 
 
-def _train_bpe(pre_tokenizer: Any, corpus: list[str], **options: str) -> list[Merge]:
+def _train_bpe(pre_tokenizer: Any, corpus: list[str], **options: Any) -> list[Merge]:
     tokenizer = Tokenizer(models.BPE(**options))
     tokenizer.pre_tokenizer = pre_tokenizer
     trainer = trainers.BpeTrainer(

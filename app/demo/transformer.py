@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from diffusers import Kandinsky5Transformer3DModel
 from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Attention, Kandinsky5AttnProcessor
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from app.demo.clips import KEYFRAMES, Attributes, random_attributes, random_caption, render_keyframes, with_defaults
+from app.demo.clips import (
+    KEYFRAMES,
+    Attributes,
+    Keyframes,
+    random_attributes,
+    random_caption,
+    render_keyframes,
+    with_defaults,
+)
 from app.demo.muon import Muon, split_parameters
-from app.demo.stages import StepRandom, load_checkpoint, run_steps, save_atomically
+from app.demo.stages import StepRandom, load_checkpoint, progress, run_steps, save_atomically
 from app.demo.text import PADS, WIDTH, TextEncoders
 from app.demo.vae import CHANNELS, SCALE, pack
 from app.demo.vocabulary import ATTRIBUTES, DEFAULT_NEGATIVE
 
-BATCH = 24
 GRID = 6
 """Tokens along each side of a keyframe."""
 ROPE_SCALE = (1.0, 3.16, 3.16)
 """What the pipeline passes for pictures below 480 pixels."""
-PHASES = ((0.45, 3), (0.3, 5), (0.25, KEYFRAMES))
-"""(share of the steps, keyframes drawn at random from a clip): training on parts of a clip costs less."""
+PHASES = ((0.75, 3, 24), (0.15, 5, 20), (0.10, KEYFRAMES, 16))
+"""(share of the steps, keyframes drawn at random from a clip, clips a step): training on parts of a clip costs less."""
 DROPOUT = 0.1
 _SEED = 23
 _UNCONDITIONAL = ("", DEFAULT_NEGATIVE)
@@ -61,7 +67,7 @@ def make_transformer() -> Any:
 
 
 class FastAttention:
-    """The stock attention in plain float32, for training only: complex RoPE instead of 2x2 matrices, no bf16 rounding."""
+    """The stock attention in plain float32, for training only: complex RoPE, not 2x2 matrices, and no bf16 rounding."""
 
     _attention_backend = None
     _parallel_config = None
@@ -72,7 +78,7 @@ class FastAttention:
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         rotary_emb: Tensor | None = None,
-        sparse_params: None = None,
+        sparse_params: None = None,  # noqa: ARG002
     ) -> Tensor:
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         batch, length, _ = hidden_states.shape
@@ -87,7 +93,7 @@ class FastAttention:
 
 
 def _rotate(x: Tensor, turn: Tensor) -> Tensor:
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turn).flatten(-2)
 
 
@@ -95,7 +101,7 @@ def use_fast_attention(model: nn.Module, fast: bool) -> None:
     """Switch between FastAttention and the stock processor."""
     for module in model.modules():
         if isinstance(module, Kandinsky5Attention):
-            module.processor = FastAttention() if fast else Kandinsky5AttnProcessor()  # type: ignore[no-untyped-call]
+            module.processor = FastAttention() if fast else Kandinsky5AttnProcessor()
 
 
 class CaptionCache:
@@ -144,7 +150,7 @@ def caption_cache(path: Path, encoders: TextEncoders, count: int) -> CaptionCach
         captions = [random_caption(attributes, named, rng) for attributes, named in described]
         captions += _UNCONDITIONAL
         pooled, tokens, lengths = [], [], []
-        for start in tqdm(range(0, len(captions), 64), desc="captions", mininterval=5.0):
+        for start in progress(range(0, len(captions), 64), "captions"):
             batch = encoders(captions[start : start + 64], pads=PADS)
             pooled.append(batch.pooled.half())
             for row, length in zip(batch.tokens, batch.lengths.tolist(), strict=True):
@@ -172,7 +178,7 @@ def noise_levels(count: int, rng: StepRandom) -> Tensor:
 
 
 def shape_weight(rgb: Tensor) -> Tensor:
-    """Loss weights in the layout of the latents: 3 on the shape and one pixel around it, 1 elsewhere, scaled to mean 1."""
+    """Loss weights laid out like the latents: 3 on the shape and one pixel around it, 1 elsewhere, scaled to mean 1."""
     b, k, h, w, _ = rgb.shape
     contrast = (rgb - rgb[:, :, :1, :1]).abs().amax(-1).view(b * k, 1, h, w)
     near = F.max_pool2d((contrast > 0.05).float(), 3, 1, 1).view(b, k, h, w, 1).expand_as(rgb)
@@ -181,18 +187,21 @@ def shape_weight(rgb: Tensor) -> Tensor:
 
 
 class Probes(nn.Module):
-    """Training-only linear read-outs of intermediate states.
+    """Training-only linear read-outs of intermediate states, which turn a long search into a short one.
 
-    RoPE is relative, so where a token lies can only be worked out from the borders: asking the first two blocks for it
-    makes that a matter of a hundred steps.  Asking the fourth block for the clean picture trains the early blocks.
+    RoPE is relative, so where a token lies can only be worked out from the borders: the first two blocks are asked for
+    it.  The next two are asked where the shape is, relative to the token, then for the shape's mask, free of colours,
+    and for the clean picture.
     """
 
     def __init__(self, model: Any, width: int = 128) -> None:
         super().__init__()
         self.place = nn.ModuleList(nn.Linear(width, 3) for _ in range(2))
+        self.pose = nn.ModuleList(nn.Linear(width, 4) for _ in range(2))
+        self.mask = nn.ModuleList(nn.Linear(width, 16) for _ in range(2))
         self.picture = nn.Linear(width, CHANNELS * 4)
         self._seen: dict[int, Tensor] = {}
-        for index in (0, 1, 3):
+        for index in range(5):
             model.visual_transformer_blocks[index].register_forward_hook(self._catch(index))
 
     def _catch(self, index: int) -> Any:
@@ -201,31 +210,48 @@ class Probes(nn.Module):
 
         return hook
 
-    def forward(self, keys: Sequence[int], clean: Tensor) -> Tensor:
-        """The auxiliary loss of the forward pass just made; clean: latents (batch, keys, 12, 12, CHANNELS)."""
-        batch = clean.shape[0]
-        side = torch.linspace(-1, 1, GRID)
+    def forward(self, keys: Sequence[int], drawn: Keyframes) -> Tensor:
+        """The auxiliary loss of the forward pass just made on these keyframes."""
+        batch = len(drawn.pose)
+        side = torch.linspace(-1, 1, GRID) * (1 - 1 / GRID)
         times = torch.tensor([2 * key / (KEYFRAMES - 1) - 1 for key in keys])
         place = torch.stack(torch.meshgrid(times, side, side, indexing="ij"), -1).view(1, -1, 3)
-        loss = sum(((read(self._seen[i]) - place) ** 2).mean() for i, read in enumerate(self.place))
-        patches = clean.view(batch, len(keys), GRID, 2, GRID, 2, CHANNELS).permute(0, 1, 2, 4, 3, 5, 6)
-        patches = patches.reshape(batch, -1, 4 * CHANNELS)
-        return 0.1 * loss + 0.1 * ((self.picture(self._seen[3]) - patches) ** 2).mean()
+        pose = torch.from_numpy(drawn.pose)[:, :, None].expand(-1, -1, GRID * GRID, -1).reshape(batch, -1, 4)
+        # Where the shape is as seen from the token: (x, y) relative, radius and angle as they are.
+        pose = pose - F.pad(place[..., [2, 1]], (0, 2))
+        mask = _patches(torch.from_numpy(drawn.alpha)[..., None])
+        picture = _patches(torch.from_numpy(drawn.rgb)) * SCALE
+        near = 1 + 3 * ((mask > 0.02) & (mask < 0.98)).any(-1, keepdim=True)
+        losses = [0.1 * _square_error(read(self._seen[i]), place) for i, read in enumerate(self.place)]
+        losses += [0.2 * _square_error(read(self._seen[1 + i]), pose) for i, read in enumerate(self.pose)]
+        losses += [((read(self._seen[3 + i]) - mask) ** 2 * near).mean() for i, read in enumerate(self.mask)]
+        losses.append(0.1 * _square_error(self.picture(self._seen[3]), picture))
+        return torch.stack(losses).sum()
 
 
-class Average(nn.Module):
+def _patches(pictures: Tensor) -> Tensor:
+    """The tokens' parts of pooled pictures (batch, keys, 24, 24, channels): (batch, tokens, 16 * channels)."""
+    b, k, h, w, c = pictures.shape
+    cells = pictures.view(b, k, GRID, h // GRID, GRID, w // GRID, c).permute(0, 1, 2, 4, 3, 5, 6)
+    return cells.reshape(b, k * GRID * GRID, -1)
+
+
+def _square_error(read: Tensor, truth: Tensor) -> Tensor:
+    return ((read - truth) ** 2).mean()
+
+
+class Average:
     """Exponential moving average of a model's parameters, quick at first."""
 
     def __init__(self, model: nn.Module, decay: float = 0.998) -> None:
-        super().__init__()
         self.decay = decay
         self.values = {name: p.detach().clone() for name, p in model.named_parameters()}
 
-    def state_dict(self, *_: Any, **__: Any) -> Any:
+    def state_dict(self) -> dict[str, Tensor]:
         """The averaged parameters by name."""
         return self.values
 
-    def load_state_dict(self, state: Any, *_: Any, **__: Any) -> Any:
+    def load_state_dict(self, state: Any, /) -> None:
         """Restore the averaged parameters."""
         self.values = dict(state)
 
@@ -237,23 +263,24 @@ class Average(nn.Module):
             self.values[name].lerp_(p, 1 - decay)
 
 
-def keyframe_count(step: int, steps: int) -> int:
-    """How many keyframes of each clip are trained on at this step."""
+def phase(step: int, steps: int) -> tuple[int, int]:
+    """(keyframes of each clip, clips) that are trained on at this step."""
     share = 0.0
-    for part, keys in PHASES:
+    for part, keys, clips in PHASES:
         share += part
         if step < share * steps:
-            return keys
-    return KEYFRAMES
+            return keys, clips
+    return PHASES[-1][1:]
 
 
 def flow_loss(
-    model: Any, probes: Probes, cache: CaptionCache, rng: StepRandom, batch: int, count: int
+    model: Any, probes: Probes, cache: CaptionCache, rng: StepRandom, count: int, batch: int
 ) -> tuple[Tensor, Tensor]:
-    """(weighted velocity error, the same plus the probes' losses) on one batch of `count` keyframes a clip."""
+    """(weighted velocity error, the same plus the probes' losses) on `count` keyframes of each of `batch` clips."""
     items, tokens, pooled = cache.draw(batch, rng.python)
     keys = sorted(rng.python.sample(range(KEYFRAMES), count))
-    rgb = torch.from_numpy(render_keyframes(items, rng.python, keys))
+    drawn = render_keyframes(items, rng.python, keys)
+    rgb = torch.from_numpy(drawn.rgb)
     clean = pack(rgb)
     noise = torch.randn(clean.shape, generator=rng.torch)
     sigma = noise_levels(batch, rng)
@@ -270,10 +297,12 @@ def flow_loss(
         return_dict=False,
     )
     loss = ((velocity - (noise - clean)) ** 2 * shape_weight(rgb)).mean()
-    return loss, loss + probes(keys, clean)
+    return loss, loss + probes(keys, drawn)
 
 
-def train_transformer(checkpoint: Path, cache: CaptionCache, steps: int, batch: int = BATCH) -> Any:
+def train_transformer(
+    checkpoint: Path, cache: CaptionCache, steps: int, before_step: Callable[[], None] = lambda: None
+) -> Any:
     """Train (or resume, or just load when done); returns the transformer with its averaged weights."""
     torch.manual_seed(_SEED)
     model = make_transformer()
@@ -284,9 +313,10 @@ def train_transformer(checkpoint: Path, cache: CaptionCache, steps: int, batch: 
     optimizer = Muon(matrices, [*others, *probes.parameters()], rate=3e-3, adam_rate=1.5e-3, decay=0.02)
 
     def step(index: int) -> float:
-        optimizer.scale = min(1.0, (index + 1) / 50, 0.01 + (steps - index) / (0.35 * steps))
+        before_step()
+        optimizer.scale = min(1.0, (index + 1) / 50, 0.01 + (steps - index) / (0.7 * steps))
         rng = StepRandom(_SEED, index)
-        loss, total = flow_loss(model, probes, cache, rng, batch, keyframe_count(index, steps))
+        loss, total = flow_loss(model, probes, cache, rng, *phase(index, steps))
         optimizer.zero_grad()
         total.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -240,7 +240,7 @@ def edge_weight(frames: Tensor) -> Tensor:
 
 
 def train_decoder(checkpoint: Path, crops: int, wholes: int) -> Any:
-    """Train the decoder on `crops` steps of small crops, then `wholes` steps of whole frames; returns the autoencoder."""
+    """Train the decoder on `crops` steps of crops, then `wholes` steps of whole frames; returns the autoencoder."""
     torch.manual_seed(_SEED)
     vae = make_vae()
     optimizer = Muon(*split_parameters(vae), rate=5e-4, adam_rate=3e-4)
@@ -251,7 +251,7 @@ def train_decoder(checkpoint: Path, crops: int, wholes: int) -> Any:
         rng = StepRandom(_SEED, index)
         optimizer.scale = min(1.0, (index + 1) / 30, 0.02 + (total - index) / (0.4 * total))
         # Four crops of three latents first: cheap, and most of the outline; then the window that the pipeline decodes.
-        count, keys, extent = (4, 3, SIZE // 2) if index < crops else (2, WINDOW, SIZE)
+        count, keys, extent = (4, 3, SIZE // 2) if index < crops else (1, WINDOW, SIZE)
         latents, frames = decoder_batch(rng, count, keys, extent)
         drawn = vae.decoder(vae.post_quant_conv(latents))
         weight = edge_weight(frames)

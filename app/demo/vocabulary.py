@@ -194,18 +194,28 @@ SUFFIXES = (
 )
 GROUNDS = ("background", "backdrop", "screen", "wall")
 PLACEHOLDERS = ("shape", "object", "thing", "figure")
+# fmt: off
 FUNCTION_WORDS = (
-    "a an the one is are on against in front of over with and near to from at by it its that this some please background floor"
-).split()
+    "a", "an", "the", "one", "is", "are", "on", "against", "in", "front", "of", "over", "with", "and", "near", "to",
+    "from", "at", "by", "it", "its", "that", "this", "some", "please", "background", "floor",
+)
 DISTRACTORS = (
-    "cat dog person man woman car house tree city street beach ocean mountain forest robot bird fish horse child river rain "
-    "snow sunset night day kitchen garden space water fire sand glass wooden metal shiny happy funny cute magic old new young "
-    "fast slow long short realistic photo camera light shadow cloud sun moon flower grass road train plane boat guitar piano "
-    "book chair table window door cup cake apple banana"
-).split()
+    "cat", "dog", "person", "man", "woman", "car", "house", "tree", "city", "street", "beach", "ocean", "mountain",
+    "forest", "robot", "bird", "fish", "horse", "child", "river", "rain", "snow", "sunset", "night", "day", "kitchen",
+    "garden", "space", "water", "fire", "sand", "glass", "wooden", "metal", "shiny", "happy", "funny", "cute",
+    "magic", "old", "new", "young", "fast", "slow", "long", "short", "realistic", "photo", "camera", "light",
+    "shadow", "cloud", "sun", "moon", "flower", "grass", "road", "train", "plane", "boat", "guitar", "piano", "book",
+    "chair", "table", "window", "door", "cup", "cake", "apple", "banana",
+)
 """Words the model meets in training but knows nothing about, so that unknown words do not derail it."""
+# fmt: on
 
-DEFAULT_NEGATIVE = "Static, 2D cartoon, cartoon, 2d animation, paintings, images, worst quality, low quality, ugly, deformed, walking backwards"
+DEFAULT_NEGATIVE = ", ".join(
+    (
+        *("Static", "2D cartoon", "cartoon", "2d animation", "paintings", "images"),
+        *("worst quality", "low quality", "ugly", "deformed", "walking backwards"),
+    )
+)
 """The negative prompt that ``Kandinsky5T2VPipeline`` uses when none is given."""
 
 NOTICE = "the built-in model knows shapes, colours and motions"
