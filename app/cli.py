@@ -229,6 +229,7 @@ def doctor(
     findings = list(checks.examine(settings, found))
     if worker:
         findings += checks.compare(found, torch_view())
+        findings = list(dict.fromkeys(findings))  # some show both in the files and in the worker
     if as_json:
         _print_json([finding.model_dump(mode="json") for finding in findings])
     else:

@@ -31,6 +31,7 @@ from app.mp4 import read_metadata
 from app.outputs import check_output, publish_somehow, scratch_of
 from app.resolve import resolve
 from app.schema import (
+    Backend,
     Draft,
     ErrorKind,
     Gpu,
@@ -237,6 +238,9 @@ class JobService:
     def _plan(self, request: Request, card: ModelCard) -> Plan:
         """Against the machine as it is now: other programs come and go."""
         found = self._with_own_worker(hardware.probe(self.settings))
+        if nvidia := [gpu.uuid for gpu in found.gpus if gpu.backend is Backend.CUDA]:
+            # by UUID, so that torch counts them as the probe does whatever CUDA_DEVICE_ORDER says
+            self._worker.environment = {"CUDA_VISIBLE_DEVICES": ",".join(nvidia)}
         preset = self.catalogue.hardware[request.preset]
         return planner.plan(found, card, request, preset, presets.tensor_counts(card))
 

@@ -31,6 +31,22 @@ def plan(
     Raises:
         PlanError: names the memory that is short, by how much, and what would fit.
     """
+    made = _plan(hardware, card, request, preset, counts)
+    unmet = []
+    if (preset.max_gpus or 1) > 1:
+        unmet.append("this version computes on one device at a time: the other cards stay free")
+    if preset.prefer_disk:
+        unmet.append("this version does not read weights from the disk while it computes: only the RAM limit holds")
+    return made.model_copy(update={"reasons": (*made.reasons, *unmet)})
+
+
+def _plan(
+    hardware: Hardware,
+    card: ModelCard,
+    request: Request,
+    preset: HardwarePreset,
+    counts: dict[str, dict[str, int]] | None,
+) -> Plan:
     gpu = _gpu(hardware, preset)
     if gpu is None:
         # most CPUs have no fast 16-bit arithmetic, so they compute in 32 whatever the files hold

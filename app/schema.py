@@ -63,6 +63,9 @@ class Gpu(Value):
     @property
     def supports(self) -> dict[str, bool]:
         """Number formats by compute capability: bf16 and fp16 arithmetic, fp8 storage and fp8 arithmetic apart."""
+        if self.backend is not Backend.CUDA:
+            # other makers count differently (gfx 11.0 is no compute capability); 16-bit formats are safe to assume
+            return {"fp16": True, "bf16": self.backend is not Backend.MPS, "fp8_storage": False, "fp8_compute": False}
         cc = self.compute_capability or (0, 0)
         return {
             "fp16": cc >= (5, 3),

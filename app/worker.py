@@ -60,7 +60,7 @@ def torch_view() -> JsonObject:
 class _Process:
     """One worker process with its two pipes, each owned by a thread, so that no caller ever blocks on one."""
 
-    def __init__(self, command: Sequence[str], log: Path) -> None:
+    def __init__(self, command: Sequence[str], log: Path, environment: dict[str, str]) -> None:
         self.log = log
         self.events: queue.Queue[events.Event | None] = queue.Queue()
         self._outbox: queue.Queue[bytes | None] = queue.Queue()
@@ -70,7 +70,7 @@ class _Process:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1"},
+                env={**os.environ, **environment, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1"},
                 start_new_session=os.name == "posix",
                 creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
                 | getattr(subprocess, "CREATE_NO_WINDOW", 0),
@@ -153,6 +153,8 @@ class Worker:
     ) -> None:
         """`command` starts the process that speaks `app.events`; None is this program's own."""
         self.command = list(command or command_line("loop"))
+        self.environment: dict[str, str] = {}
+        """For the next process that is started, on top of this process's own."""
         self._logs = logs
         self._grace = cancel_grace_seconds
         self._kept = log_files_kept
@@ -181,7 +183,9 @@ class Worker:
         for old in sorted(self._logs.glob("worker-*.log"))[: -self._kept + 1 or None]:
             with suppress(OSError):  # on Windows that of another living worker cannot be removed
                 old.unlink()
-        self._process = _Process(self.command, self._logs / f"worker-{datetime.now():%Y%m%d-%H%M%S-%f}.log")
+        self._process = _Process(
+            self.command, self._logs / f"worker-{datetime.now():%Y%m%d-%H%M%S-%f}.log", self.environment
+        )
         return self._process.log
 
     def run(

@@ -189,8 +189,11 @@ def test_an_existing_output_is_refused_before_anything_runs(shared: JobService, 
     assert finish(shared, shared.submit(SMALL, owner=ME, output_path=target, overwrite=True)).error is None
 
 
-@pytest.mark.parametrize("mode", ["soft", "hard"])
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    ("point", "mode"),
+    # the forced path is the same in every stage, and each use of it costs a new import of torch
+    [*((point, "soft") for point in POINTS), ("load", "hard"), ("denoise:3", "hard"), ("export", "hard")],
+)
 def test_cancel_in_every_stage(shared_held: Held, point: str, mode: str) -> None:
     service = shared_held.order(point, mode)
     job = service.submit(SMALL, owner=ME)
@@ -410,3 +413,12 @@ def test_two_submitters_at_once(shared: JobService) -> None:
     ended = [finish(shared, job) for job in jobs]
     assert {job.status for job in ended} == {JobStatus.COMPLETED}
     assert len({job.output_path for job in ended}) == 6
+
+
+def test_the_worker_counts_gpus_as_the_probe_does(shared: JobService, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = (values.gpu(uuid="GPU-b"), values.gpu(uuid="GPU-a", index=1))
+    monkeypatch.setattr("app.jobs.hardware.probe", lambda settings: values.hardware(gpus=gpus))
+    assert shared.preview(SMALL).plan.device == "cuda:0"
+    assert shared._worker.environment == {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-a"}
+    monkeypatch.undo()
+    shared._worker.environment = {}

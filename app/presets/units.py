@@ -58,9 +58,11 @@ def parse_seconds(text: str) -> float:
 
 
 def format_bytes(value: int) -> str:
-    """A size for the screen: GiB from 1 GiB on, MiB below; one decimal where it says something. Not for parsing."""
+    """A size for the screen: GiB from 1 GiB on, MiB and KiB below; one decimal where it says something."""
     if value >= GIB:
         return f"{value / GIB:.1f}".removesuffix(".0") + " GiB"
+    if 0 < value < 1024**2:
+        return f"{max(1, round(value / 1024))} KiB"
     return f"{value / 1024**2:.0f} MiB"
 
 
