@@ -123,12 +123,12 @@ class CaptionCache:
         self.widths = sorted(self.buckets)
         self.weights = [len(self.buckets[width]) for width in self.widths]
 
-    def draw(self, count: int, rng: random.Random) -> tuple[list[Attributes], Tensor, Tensor]:
+    def draw(self, count: int, rng: random.Random, dropout: float = DROPOUT) -> tuple[list[Attributes], Tensor, Tensor]:
         """Attributes, Qwen states (count, tokens, WIDTH) and CLIP vectors of `count` captions of one length.
 
-        A share of DROPOUT of the batches gets unconditional prompts instead of their captions.
+        A share of `dropout` of the batches gets unconditional prompts instead of their captions.
         """
-        if rng.random() < DROPOUT:
+        if rng.random() < dropout:
             index = len(self.attributes) + rng.randrange(len(_UNCONDITIONAL))
             items = [random_attributes(rng) for _ in range(count)]
             width, chosen = self.lengths[index], [index] * count
@@ -273,6 +273,23 @@ def phase(step: int, steps: int) -> tuple[int, int]:
     return PHASES[-1][1:]
 
 
+def predict(model: Any, noisy: Tensor, sigma: Tensor, keys: Sequence[int], text: tuple[Tensor, Tensor]) -> Tensor:
+    """The velocity, noise minus picture, of latents (batch, keys, 12, 12, CHANNELS) at noise levels (batch,)."""
+    tokens, pooled = text
+    side = torch.arange(GRID)
+    velocity: Tensor = model(
+        hidden_states=noisy,
+        encoder_hidden_states=tokens,
+        timestep=sigma * 1000,
+        pooled_projections=pooled,
+        visual_rope_pos=[torch.tensor(keys), side, side],
+        text_rope_pos=torch.arange(tokens.shape[1]),
+        scale_factor=ROPE_SCALE,
+        return_dict=False,
+    )
+    return velocity
+
+
 def flow_loss(
     model: Any, probes: Probes, cache: CaptionCache, rng: StepRandom, count: int, batch: int
 ) -> tuple[Tensor, Tensor]:
@@ -285,17 +302,7 @@ def flow_loss(
     noise = torch.randn(clean.shape, generator=rng.torch)
     sigma = noise_levels(batch, rng)
     level = sigma.view(-1, 1, 1, 1, 1)
-    side = torch.arange(GRID)
-    velocity = model(
-        hidden_states=clean.lerp(noise, level),
-        encoder_hidden_states=tokens,
-        timestep=sigma * 1000,
-        pooled_projections=pooled,
-        visual_rope_pos=[torch.tensor(keys), side, side],
-        text_rope_pos=torch.arange(tokens.shape[1]),
-        scale_factor=ROPE_SCALE,
-        return_dict=False,
-    )
+    velocity = predict(model, clean.lerp(noise, level), sigma, keys, (tokens, pooled))
     loss = ((velocity - (noise - clean)) ** 2 * shape_weight(rgb)).mean()
     return loss, loss + probes(keys, drawn)
 

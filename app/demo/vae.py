@@ -239,12 +239,27 @@ def edge_weight(frames: Tensor) -> Tensor:
     return 1 + 3 * F.max_pool3d(edge, (1, 5, 5), 1, (0, 2, 2))
 
 
+def decoder_step(vae: Any, optimizer: Muon, latents: Tensor, frames: Tensor) -> float:
+    """One update on unscaled latents and the frames they should become; returns the mean error in 255ths."""
+    drawn = vae.decoder(vae.post_quant_conv(latents))
+    weight = edge_weight(frames)
+    error = drawn - frames
+    loss = ((error.abs() + 0.5 * error.square()) * weight).mean() / weight.mean()
+    optimizer.zero_grad()
+    loss.backward()
+    for parameter, where in _constant_inputs(vae):
+        if parameter.grad is not None:
+            parameter.grad[:, where] = 0
+    nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+    optimizer.step()
+    return float(error.detach().abs().mean()) * 127.5
+
+
 def train_decoder(checkpoint: Path, crops: int, wholes: int) -> Any:
     """Train the decoder on `crops` steps of crops, then `wholes` steps of whole frames; returns the autoencoder."""
     torch.manual_seed(_SEED)
     vae = make_vae()
     optimizer = Muon(*split_parameters(vae), rate=5e-4, adam_rate=3e-4)
-    constant = _constant_inputs(vae)
     total = crops + wholes
 
     def step(index: int) -> float:
@@ -253,18 +268,7 @@ def train_decoder(checkpoint: Path, crops: int, wholes: int) -> Any:
         # Four crops of three latents first: cheap, and most of the outline; then the window that the pipeline decodes.
         count, keys, extent = (4, 3, SIZE // 2) if index < crops else (1, WINDOW, SIZE)
         latents, frames = decoder_batch(rng, count, keys, extent)
-        drawn = vae.decoder(vae.post_quant_conv(latents))
-        weight = edge_weight(frames)
-        error = drawn - frames
-        loss = ((error.abs() + 0.5 * error.square()) * weight).mean() / weight.mean()
-        optimizer.zero_grad()
-        loss.backward()
-        for parameter, where in constant:
-            if parameter.grad is not None:
-                parameter.grad[:, where] = 0
-        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        return float(error.detach().abs().mean()) * 127.5
+        return decoder_step(vae, optimizer, latents, frames)
 
     run_steps(checkpoint, {"vae": vae, "optimizer": optimizer}, total, step)
     return vae.eval().requires_grad_(False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import socket
 import sys
 import threading
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 from starlette.exceptions import StarletteDeprecationWarning
 
-import app.jobs
 from app.config import Settings
 from app.jobs import JobService
 from app.schema import Job
@@ -40,8 +38,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobService]:
     """All real but the model: the worker process draws a moving bar. One for a module: starting it takes longest."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
-        patch.setattr(app.jobs, "Worker", functools.partial(Worker, command=ACTOR))
-        service = JobService(Settings(data_dir=tmp_path_factory.mktemp("données web")))
+        settings = Settings(data_dir=tmp_path_factory.mktemp("données web"))
+        worker = Worker(settings.logs, cancel_grace_seconds=settings.cancel_grace_seconds, command=ACTOR)
+        service = JobService(settings, worker=worker)
         yield service
         service.close()
 

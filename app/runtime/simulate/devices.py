@@ -34,7 +34,18 @@ aten = torch.ops.aten
 class Held:
     """A storage's place in a memory. It hangs on the storage, so that it goes exactly when the storage goes."""
 
-    __slots__ = ("__weakref__", "label", "lagging", "machine", "memory", "piece", "pinned", "serial", "size")
+    __slots__ = (
+        "__weakref__",
+        "forgotten",
+        "label",
+        "lagging",
+        "machine",
+        "memory",
+        "piece",
+        "pinned",
+        "serial",
+        "size",
+    )
 
     def __init__(self, machine: SimulatedMachine, memory: DeviceMemory | HostMemory, size: int, label: Label) -> None:
         self.machine = machine
@@ -44,6 +55,7 @@ class Held:
         self.piece: Piece | None = None
         self.pinned = False
         self.lagging = False
+        self.forgotten = False
         machine.storages += 1
         self.serial = machine.storages
 
@@ -53,6 +65,8 @@ class Held:
         return self.size if self.piece is None else self.piece.size
 
     def __del__(self) -> None:
+        if self.forgotten:
+            return
         if self.lagging and self.machine.spec.lagging_gpu:
             self.machine.lagging.append((self.memory, self.piece, self.label))
         else:
@@ -68,7 +82,7 @@ class Held:
             self.memory.release(self.size, self.label)
 
     def relabel(self, label: Label) -> None:
-        if label != self.label:
+        if label != self.label and not self.forgotten:
             self.memory.ledger.relabel(self.label, label, self.charged)
             self.label = label
 
@@ -213,6 +227,13 @@ class SimulatedMachine:
         held = getattr(tensor.untyped_storage(), "held", None)
         if held is not None:
             held.relabel(Label(owner, "weights"))
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """This tensor's memory is never touched, so the system never backs it with any."""
+        held = getattr(tensor.untyped_storage(), "held", None)
+        if held is not None and not held.forgotten:
+            held.give_back()
+            held.forgotten = True
 
     # -- streams and pinned memory
 

@@ -36,17 +36,29 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], out: torch.Tensor, *, conv
 
 
 def cpu_workspace_bytes(func: Any, args: tuple[Any, ...], out: torch.Tensor) -> int:
-    """Workspace of `slow_conv3d` on the CPU: one column per output position (ATen/native/ConvolutionMM3d.cpp).
+    """Workspace of convolutions on the CPU: `slow_conv2d` and `slow_conv3d` write one column per output position.
 
-    oneDNN, which runs most other convolutions on x86, allocates outside torch's allocator: not counted.
+    oneDNN, which PyTorch takes for larger inputs, allocates outside torch's allocator: not counted.
+    Source: ATen/native/ConvolutionMM2d.cpp, ConvolutionMM3d.cpp and `use_mkldnn` in Convolution.cpp.
     """
-    if func is not aten.convolution.default or args[0].dim() != 5:
+    if func is not aten.convolution.default or args[0].dim() not in (4, 5) or args[6]:
         return 0
-    weight = args[1]
-    if all(k == 1 for k in weight.shape[2:]) and all(p == 0 for p in args[4]) and all(s == 1 for s in args[3]):
-        return 0  # a 1x1x1 convolution needs no columns
-    columns = math.prod(weight.shape[1:]) * math.prod(out.shape[2:]) * int(args[0].shape[0])
-    return int(columns * args[0].element_size())
+    x, weight, stride, padding, dilation, groups = args[0], args[1], args[3], args[4], args[5], args[8]
+    plain = all(n == 1 for n in (*stride, *dilation))
+    if plain and all(n == 1 for n in weight.shape[2:]) and not any(padding):
+        return 0  # the input itself serves as columns
+    if torch.backends.mkldnn.is_available() and _onednn_takes(x, weight, groups, plain):
+        return 0
+    columns = math.prod(weight.shape[1:]) * groups * math.prod(out.shape[2:]) * int(x.shape[0])
+    return int(columns * x.element_size())
+
+
+def _onednn_takes(x: torch.Tensor, weight: torch.Tensor, groups: int, plain: bool) -> bool:
+    if x.dtype is not torch.float32:
+        return x.dtype in _HALF  # where the processor has instructions for them; assumed
+    worth_it = not plain or x.shape[0] >= 16 or weight.shape[-1] != 1 or weight.shape[-2] != 1
+    large = groups > 1 or x.shape[0] > 1 or (weight.shape[-1] > 3 and weight.shape[-2] > 3)
+    return worth_it and (large or math.prod(x.shape[:4]) > 20480)
 
 
 def attention(kind: Attention, stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -149,12 +161,18 @@ def _efficient(
 def _math(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
 ) -> torch.Tensor:
-    """Holds the score matrix, in the operands' type: what old cards without a fused kernel do."""
+    """Holds the whole score matrix: what cards without a fused kernel do.
+
+    In float32 also for half-precision operands, as PyTorch does since 2.5 (`_scaled_dot_product_attention_math`).
+    """
+    dtype = query.dtype
+    if dtype in _HALF:
+        query, key, value = query.float(), key.float(), value.float()
     root = math.sqrt(scale if scale is not None else query.shape[-1] ** -0.5)
     scores = (query * root) @ (key.transpose(-2, -1) * root)
     if mask is not None:
         scores = scores + _additive(mask, query.dtype)
-    return torch.softmax(scores, -1) @ value
+    return (torch.softmax(scores, -1) @ value).to(dtype)
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

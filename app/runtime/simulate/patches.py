@@ -84,6 +84,8 @@ def _replacements(machine: SimulatedMachine) -> Iterator[tuple[Any, str, Any]]:
         if hasattr(module, "set_module_tensor_to_device"):
             yield module, "set_module_tensor_to_device", move
     yield diffusers.hooks.group_offloading, "safetensors", SimulatedDisk(machine)
+    group = diffusers.hooks.group_offloading.ModuleGroup
+    yield group, "_offload_to_disk", _offload_to_disk_for(machine, group._offload_to_disk)
 
 
 # ------------------------------------------------------------------------------------------------------- torch.cuda
@@ -300,6 +302,15 @@ def _set_module_tensor_to_device_for(machine: SimulatedMachine) -> Any:
 
 
 # -------------------------------------------------------------------------------------------------------------- disk
+
+
+def _offload_to_disk_for(machine: SimulatedMachine, stock: Any) -> Any:
+    def _offload_to_disk(group: Any) -> None:
+        stock(group)
+        for tensor in group.tensor_to_key:  # empty placeholders as large as the weights: address space, not RAM
+            machine.forget(tensor)
+
+    return _offload_to_disk
 
 
 class SimulatedDisk:

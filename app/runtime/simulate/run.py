@@ -9,6 +9,7 @@ them: ENCODE until the denoiser's first forward, DENOISE until the VAE's first d
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import inspect
 import time
@@ -66,7 +67,7 @@ class Session:
         families.load_classes(self.family)
         with ExitStack() as exits:
             exits.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore", UserWarning)  # hints about speed, and about kernels that are not run
+            warnings.simplefilter("ignore")  # hints about speed, and about kernels that are not run
             exits.enter_context(self.machine)
             exits.callback(setattr, self, "pipe", None)  # its tensors must go while the machine is there
             self.pipe = families.build_pipeline(self.family, self.setup, self._prompt_tokens)
@@ -94,6 +95,7 @@ class Session:
         watch = Watch(running)
         modules = {name: m for name, m in self.pipe.components.items() if isinstance(m, torch.nn.Module)}
         with ExitStack() as exits:
+            exits.enter_context(_no_garbage_collection())
             if self._replay:
                 exits.enter_context(replaying(running, modules))
             exits.enter_context(watch.stages(self.pipe))
@@ -130,8 +132,21 @@ class Session:
         try:
             yield
         except (torch.OutOfMemoryError, MemoryError) as error:
-            error.add_note(f"in stage {watch.current}, {'/'.join(self.machine.scope) or 'pipeline'}")
+            error.add_note(f"in stage {watch.current}, {'/'.join(dict.fromkeys(self.machine.scope)) or 'pipeline'}")
             raise
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Tensors in reference cycles would go at moments that depend on all that ran before in the process."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def simulate(

@@ -14,6 +14,8 @@ from app.runtime.simulate.families import Family, Part, build_part, build_pipeli
 from app.runtime.simulate.run import call_arguments
 from tests.runtime.simulate import tiny
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # hints of the libraries about speed
+
 CPU_ONLY = MachineSpec(gpus=())
 
 

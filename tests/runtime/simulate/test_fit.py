@@ -49,7 +49,7 @@ def test_components_are_described(coefficients: Coefficients) -> None:
     assert 0 < transformer.fp32_bytes < transformer.weight_bytes
     assert "time_embeddings" in " ".join(transformer.kept_in_fp32)
     assert transformer.pinned_bytes >= transformer.weight_bytes
-    assert coefficients.text["text_encoder"].tokens == (50, 100, 200)
+    assert coefficients.text["text_encoder"].tokens == (160, 320, 640)
     assert coefficients.encode_bytes > 0
     assert set(coefficients.versions) == {"torch", "diffusers", "transformers", "accelerate"}
 

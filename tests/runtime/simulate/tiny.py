@@ -98,7 +98,7 @@ def kandinsky(dtype: str = "bfloat16") -> Family:
             "text_encoder": part("Qwen2_5_VLForConditionalGeneration", QWEN, dtype),
             "text_encoder_2": part("CLIPTextModel", CLIP, dtype),
         },
-        tokenizers={"tokenizer": 200, "tokenizer_2": 77},
+        tokenizers={"tokenizer": 640, "tokenizer_2": 77},
         scheduler={"class": "FlowMatchEulerDiscreteScheduler", "shift": 5.0},
         guidance_scale=5.0,
         height=SHAPE.height,
