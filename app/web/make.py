@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gradio as gr
 
-from app.errors import NotFound, PocketreelError
+from app.errors import NotFound, PocketreelError, StoreError
 from app.schema import Job, JobStatus
 from app.web.form import Form, card_of, draft_of, form_for_card, form_for_request, form_from_browser
 from app.web.owner import LOCAL_OWNER, owner_of
@@ -59,6 +59,7 @@ class Components:
     now: gr.HTML
     waiting: gr.HTML
     result: gr.HTML
+    generate: gr.Button
     cancel: gr.Button
     again: gr.Button
     timer: gr.Timer
@@ -91,7 +92,8 @@ class MakeTab:
             with gr.Column(scale=2, min_width=300, elem_classes="pr-form"):
                 form = self._form(first)
                 with gr.Row(elem_classes="pr-buttons"):
-                    generate = gr.Button("Generate", variant="primary", elem_id="generate")
+                    # enabled by `load`: until then the form may still be filled under the person's hands
+                    generate = gr.Button("Generate", variant="primary", elem_id="generate", interactive=False)
                     cancel = gr.Button("Cancel", variant="stop", visible=False, elem_id="cancel")
                 plan = html_part(hint_html(self._catalogue.models[first.model]), elem_id="plan")
             with gr.Column(scale=3, min_width=300, elem_id="now-column"):
@@ -100,12 +102,12 @@ class MakeTab:
                 result = html_part(empty_html(), elem_id="result")
                 again = gr.Button("Use these settings again", size="sm", visible=False, elem_id="again")
         parts = Components(
-            form, plan, now, waiting, result, cancel, again,
+            form, plan, now, waiting, result, generate, cancel, again,
             timer=gr.Timer(IDLE_SECONDS),
             shown=gr.State(Shown()),
             saved=gr.BrowserState(None, storage_key="pocketreel-form", secret="pocketreel"),  # noqa: S106 - hides nothing
         )  # fmt: skip
-        self._bind(parts, generate)
+        self._bind(parts)
         return parts
 
     def _form(self, first: Form) -> tuple[FormPart, ...]:
@@ -153,7 +155,7 @@ class MakeTab:
         usual = f"{card.defaults.width}x{card.defaults.height}"
         return list(dict.fromkeys([usual, *card.lattice.trained_sizes]))
 
-    def _bind(self, parts: Components, generate: gr.Button) -> None:
+    def _bind(self, parts: Components) -> None:
         form, shown, watch = list(parts.form), parts.shown, parts.watch
         model = parts.form[0]
         # by the person only (`input`), not when a handler fills the form: that would put the defaults over it
@@ -162,7 +164,7 @@ class MakeTab:
         typed += [part.blur for part in parts.form[1:]]  # a list that is typed into tells its value only then
         # `always_last`: while one preview is on its way, of all further keystrokes only the last is asked for
         gr.on(typed, self.preview, form, [parts.plan, parts.saved], trigger_mode="always_last", **EVENT)
-        generate.click(self.generate, [shown, *form], [parts.plan, *watch], **EVENT)
+        parts.generate.click(self.generate, [shown, *form], [parts.plan, *watch], **EVENT)
         parts.cancel.click(self.cancel, [shown], watch, **EVENT)
         parts.waiting.select(self.cancel_waiting, [shown], watch, **EVENT)
         parts.again.click(self.use_again, [shown], [*form, parts.plan, parts.saved], **EVENT)
@@ -173,12 +175,12 @@ class MakeTab:
     def load(self, request: gr.Request, saved: Any) -> tuple[Any, ...]:
         """A page was opened: the form as it was left, and whatever the owner has running."""
         form = form_from_browser(saved, self._catalogue)
-        if form is None:
-            jobs = self._service.list(owner=owner_of(request), limit=1)
-            form = form_for_request(jobs[0].request, self._catalogue) if jobs else None
+        if form is None and (jobs := self._service.list(owner=owner_of(request), limit=1)):
             # the seed belongs to that video; a new one should not be its twin unless asked for
-            form = form._replace(seed="") if form else form_for_card(next(iter(self._catalogue.models.values())))
-        return (*self.fill(form), self._plan(form), *self.look(request, Shown()))
+            form = form_for_request(jobs[0].request, self._catalogue)._replace(seed="")
+        skips = [gr.skip()] * (len(Form._fields) + 1)
+        filled = (*self.fill(form), self._plan(form)) if form else skips
+        return (*filled, gr.Button(interactive=True), *self.look(request, Shown()))
 
     def fill(self, form: Form) -> tuple[Any, ...]:
         """Updates that put `form` into the components."""
@@ -244,7 +246,10 @@ class MakeTab:
     def look(self, request: gr.Request, shown: Any) -> tuple[Any, ...]:
         """Ask the service once; updates for what has changed since `shown` (in the order of `Components.watch`)."""
         before, owner = _shown(shown), owner_of(request)
-        active, waiting, ended = self._of_owner(owner)
+        try:
+            active, waiting, ended = self._of_owner(owner)
+        except StoreError as error:  # a full or vanished disk: told in place, and looked at again
+            return (problem_html(str(error)), *[gr.skip()] * 6)
         after = Shown(
             active=active.id if active else None,
             waiting=tuple(job.id for job in waiting),

@@ -31,7 +31,7 @@ def build_page(service: JobService) -> gr.Blocks:
                 parts = make.build()
             with gr.Tab("History", id="history") as history_tab:
                 HistoryTab(service, make).build(parts, history_tab, tabs)
-        page.load(make.load, [parts.saved], [*parts.form, parts.plan, *parts.watch], **EVENT)
+        page.load(make.load, [parts.saved], [*parts.form, parts.plan, parts.generate, *parts.watch], **EVENT)
     return page
 
 

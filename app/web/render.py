@@ -149,9 +149,13 @@ def _outcome(job: Job, *, local: bool) -> str:
         )
     if job.status is JobStatus.FAILED:
         title = ERRORS[job.error_kind] if job.error_kind else "The run failed"
-        text = escape(job.error or "No reason was recorded.")
-        if job.log_path is not None and local:
-            text += f'</p><p class="pr-quiet">Details: <code>{escape(str(job.log_path))}</code>'
+        text = job.error or "No reason was recorded."
+        log = str(job.log_path) if job.log_path is not None else ""
+        if log and not local:  # messages of the core name the log; its path is for the person at this machine
+            text = text.replace(log, "on the computer that runs Pocketreel")
+        text = escape(text)
+        if log and local and escape(log) not in text:
+            text += f'</p><p class="pr-quiet">Details: <code>{escape(log)}</code>'
         return _message(title, text, kind=job.error_kind.value if job.error_kind else "failed")
     if job.status is JobStatus.CANCELED:
         after = f" after {duration(job.seconds)}" if job.seconds is not None else " before it began"

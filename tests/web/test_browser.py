@@ -84,10 +84,7 @@ class Watched:
     def open(self) -> Page:
         page = self.context.new_page()
         page.goto(self.url)
-        expect(page.get_by_role("button", name="Generate")).to_be_visible(timeout=LONG)
-        # the form is filled by the page's first event; typing before it would be overwritten
-        expect(page.locator("#plan h3")).to_be_visible(timeout=LONG)
-        page.wait_for_timeout(300)
+        expect(page.get_by_role("button", name="Generate")).to_be_enabled(timeout=LONG)
         return page
 
     def check(self) -> None:

@@ -12,7 +12,7 @@ import gradio as gr
 import pytest
 from starlette.requests import Request
 
-from app.errors import InvalidRequest, PocketreelError
+from app.errors import InvalidRequest, PocketreelError, StoreError
 from app.jobs import JobService, Preview
 from app.presets import Catalogue
 from app.schema import (
@@ -206,6 +206,9 @@ def test_a_failure_tells_kind_message_and_log() -> None:
     for words in ("ran out of memory (VRAM)", "oom", "Choose fewer frames.", "/logs/w.log"):
         assert words in text
     assert "/logs" not in render.result_html(job, titles=TITLES, local=False)
+    named = job.model_copy(update={"error": "It crashed. The log: /logs/w.log"})
+    assert render.result_html(named, titles=TITLES, local=True).count("/logs/w.log") == 1
+    assert "/logs" not in render.result_html(named, titles=TITLES, local=False)
 
 
 def test_history_lines(tmp_path: Path) -> None:
@@ -361,12 +364,28 @@ def test_a_run_as_a_tab_sees_it(make: MakeTab, service: JobService) -> None:
     # a reload finds it, with the form as it was
     loaded = make.load(me, None)
     assert loaded[2] == "a red ball"
-    assert f"/media/{job.id}.mp4" in loaded[len(Form._fields) + 3]
+    assert f"/media/{job.id}.mp4" in loaded[len(Form._fields) + 4]
 
 
 def test_a_server_restarted_under_an_open_page(make: MakeTab) -> None:
     now, *_ = make.look(asked_by("nobody"), None)
     assert now == ""
+
+
+def test_a_first_visit_leaves_the_form_alone(make: MakeTab) -> None:
+    loaded = make.load(asked_by("new"), None)
+    assert all(update == gr.skip() for update in loaded[: len(Form._fields) + 1])
+    assert loaded[len(Form._fields) + 1].interactive
+
+
+def test_a_database_that_is_gone_is_told(make: MakeTab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: Any) -> None:
+        raise StoreError("The disk is full.")
+
+    monkeypatch.setattr(make._service, "list", full)
+    now, *rest = make.look(asked_by("new"), Shown())
+    assert "The disk is full." in now
+    assert all(update == gr.skip() for update in rest)
 
 
 def test_problems_stand_beside_the_form(make: MakeTab, service: JobService) -> None:
