@@ -21,8 +21,8 @@ from app.demo.text import TextEncoders
 class Settings(NamedTuple):
     """How the built-in model is meant to be sampled."""
 
-    steps: int = 10
-    guidance: float = 3.0
+    steps: int = 8
+    guidance: float = 2.0
     shift: float = 4.0
     frames: int = FRAMES
     size: int = SIZE

@@ -1,8 +1,8 @@
 """Train the built-in model from nothing: ``python -m app.demo.train --out DIR [--work DIR] [--threads N]``.
 
 Stages: tokenizers; text encoders on captions; the autoencoder's decoder and, at the same time in a second process,
-the transformer; then the folder is written and measured.  Every stage keeps a checkpoint in the work folder and goes on
-from it when the program is started again after a kill.
+the transformer; then the folder is written and measured.  Every stage keeps a checkpoint in the work folder and goes
+on from it when the program is started again after a kill.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class Scale(NamedTuple):
     prompts: int
 
 
-FULL = Scale(text_steps=1800, captions=16000, crops=2000, wholes=300, transformer_steps=3200, prompts=200)
+FULL = Scale(text_steps=1800, captions=16000, crops=1800, wholes=220, transformer_steps=3200, prompts=200)
 SMOKE = Scale(text_steps=12, captions=192, crops=4, wholes=1, transformer_steps=6, prompts=2)
 """Everything once, at a size that only shows that it runs."""
+STAGES = ("text", "decoder", "transformer")
 
 
 def _decoder_process(work: Path, smoke: bool) -> subprocess.Popen[bytes]:
@@ -90,7 +91,7 @@ def train(out: Path, work: Path, scale: Scale, threads: int, smoke: bool = False
         shutil.copyfile(licence, out / "LICENSE")
     result = evaluate(load_folder(out), scale.prompts, SETTINGS, work / "contact-sheet.png", drawn=scale.prompts)
     result["text"] = accuracy
-    result["seconds"] = {name: seconds_spent(work / f"{name}.pt") for name in ("text", "decoder", "transformer")}
+    result["seconds"] = {name: seconds_spent(work / f"{name}.pt") for name in STAGES}
     (work / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     write_card(out, result)
     print(table(result))
