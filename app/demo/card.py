@@ -75,15 +75,15 @@ sizes.
 """
 
 
-def write_card(out: Path, result: dict[str, Any]) -> None:
-    """Write README.md from the result of an evaluation and the seconds that training took."""
+def write_card(out: Path, result: dict[str, Any], notes: str = "") -> None:
+    """Write README.md from the result of an evaluation, the seconds that training took, and notes on this training."""
     settings = Settings(**result["settings"])
     minutes = {name: seconds / 60 for name, seconds in result["seconds"].items()}
     measured = f"""
 ## Measured
 
 On {result["count"]} prompts whose combination of shape, colour and motion never occurred in training, half of them
-in free wording, by a judge that uses geometry alone (`python -m app.demo.evaluate {out.name} -n {result["count"]}`):
+in free wording, by a judge that uses geometry alone (`python -m app.demo.evaluate assets/demo -n {result["count"]}`):
 
 {table(result)}
 
@@ -95,7 +95,7 @@ Wall time of this training: text encoders {minutes["text"]:.0f} minutes, decoder
 transformer {minutes["transformer"]:.0f} minutes, partly at the same time.
 """
     text = _HEAD + _knows() + _USE.format(**settings._asdict()) + measured + _MAKING + times
-    (out / "README.md").write_text(text, "utf-8")
+    (out / "README.md").write_text(text + notes, "utf-8")
 
 
 def _listed(counts: dict[str, str]) -> str:

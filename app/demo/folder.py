@@ -56,6 +56,9 @@ def save_folder(out: Path, encoders: TextEncoders, vae: Any, transformer: Any) -
         pipe.save_pretrained(str(out))
     for path in sorted(out.glob("**/*.json")):
         _clean_config(path)
+    for path in out.glob("**/*.safetensors"):
+        # safetensors writes files that only their owner can read.
+        path.chmod(0o644)
 
 
 def _remove(path: Path) -> None:
