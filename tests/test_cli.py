@@ -48,7 +48,7 @@ def test_generate_as_json_is_one_document(tmp_path: Path) -> None:
     document = json.loads(ran.stdout)
     assert document["status"] == "completed"
     assert document["request"]["num_frames"] == 5
-    assert document["notices"][0]["field"] == "num_frames"
+    assert "num_frames" in {notice["field"] for notice in document["notices"]}
     assert document["report"]["peak_ram_bytes"] > 10**8
     assert document["report"]["output"]["path"] == str(tmp_path / "clip.mp4")
     assert "6 frames -> 5" in ran.stderr
@@ -70,11 +70,11 @@ def test_generate_as_json_is_one_document(tmp_path: Path) -> None:
         (["generate", "x", "--model", "/nowhere/at/all"], "nowhere"),
         (["generate", "x", "-o", "clip.gif"], "mp4"),
         (["generate", "x", "--timeout", "-1"], "timeout"),
-        (["generate", "x", "--frames", "many"], "many"),
+        (["generate", "x", "--frames", "many"], "--frames"),
         (["generate", "x", "--frames", "9" * 400], "num_frames"),
         (["generate", "x", "--size", "9" * 5000 + "x64"], "WIDTHxHEIGHT"),
         (["generate", "x", "-o", "x" * 300 + ".mp4"], "cannot be written"),
-        (["generate", "x", "--model", "wan2.1-i2v-14b-480p"], "start image"),
+        (["generate", "x", "--model", "wan-2.1-i2v-14b-480p"], "start image"),
         (["history", "--from", "nothing.mp4"], "no file"),
         (["unknown-command"], "unknown-command"),
     ],
