@@ -1,4 +1,4 @@
-"""The command line: serve, generate, history, probe, doctor, plan, bench.
+"""The command line: serve, generate, plan, history, probe, doctor, bench.
 
 People read the human output first; with `--json` exactly one JSON document goes to stdout and all else to stderr.
 Exit codes: 0 done, 2 bad input, 3 does not fit, 4 failed, 124 timed out, 130 canceled.
@@ -236,6 +236,39 @@ def doctor(
         _out.print(terminal.findings_summary(findings), markup=False)
     if any(finding.level == "problem" for finding in findings):
         raise typer.Exit(4)
+
+
+@app.command()
+@_guarded
+def plan(
+    model: Annotated[str, typer.Argument(help="Model id, a diffusers folder, or a Hub id owner/name.")] = "built-in",
+    every: Annotated[bool, typer.Option("--all", help="Show what fits of every model.")] = False,
+    cliff: Annotated[bool, typer.Option("--cliff", help="Find where a little more makes it much slower.")] = False,
+    size: Annotated[str | None, typer.Option(help="Width x height, e.g. 768x512.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Number of frames.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
+    preset: Annotated[str, typer.Option(help="Hardware preset.")] = "auto",
+    vram: Annotated[str | None, typer.Option(help="Plan for a card of that size instead, e.g. 8GiB.")] = None,
+    gpus: Annotated[str | None, typer.Option(help="Plan for several cards instead, e.g. 6GiB,12GiB.")] = None,
+    ram: Annotated[str | None, typer.Option(help="Plan for that much RAM instead, e.g. 16GiB.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say beforehand whether it fits, how, and how long it takes; nothing is started."""
+    from app import tables
+    from app.config import load_settings
+    from app.planning import Asked
+
+    width, height = _size(size)
+    asked = Asked(
+        model=model, preset=preset, width=width, height=height, num_frames=frames, num_inference_steps=steps,
+        vram=vram, ram=ram, gpus=gpus,
+    )  # fmt: skip
+    answer = tables.answer(load_settings(), asked, every=every, cliff=cliff)
+    if as_json:
+        _print_json(answer.document)
+        return
+    for part in answer.parts:
+        _out.print(part, markup=False) if isinstance(part, str) else _out.print(part)
 
 
 bench = typer.Typer(help="Measure this installation; the figures in the README come from here.", no_args_is_help=True)

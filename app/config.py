@@ -31,6 +31,14 @@ def default_data_dir() -> Path:
     return Path(platformdirs.user_data_dir("pocketreel", appauthor=False))
 
 
+def hub_folder() -> Path:
+    """The Hub's cache, where downloaded models lie; as huggingface_hub finds it, without importing it."""
+    variables = os.environ
+    home = Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    cache = variables.get("HF_HUB_CACHE") or variables.get("HUGGINGFACE_HUB_CACHE")
+    return (Path(cache) if cache else Path(variables.get("HF_HOME") or home) / "hub").expanduser()
+
+
 class Settings(BaseSettings):
     """What can be set. Every field is also a key of config.toml and, in capitals, a POCKETREEL_* variable."""
 

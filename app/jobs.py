@@ -11,6 +11,7 @@ is in place before anything is recorded, and names its job, so that a restart fi
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import shutil
 import threading
@@ -242,7 +243,15 @@ class JobService:
             # by UUID, so that torch counts them as the probe does whatever CUDA_DEVICE_ORDER says
             self._worker.environment = {"CUDA_VISIBLE_DEVICES": ",".join(nvidia)}
         preset = self.catalogue.hardware[request.preset]
-        return planner.plan(found, card, request, preset, presets.tensor_counts(card))
+        return planner.plan(
+            found,
+            card,
+            request,
+            preset,
+            presets.tensor_counts(card),
+            allowed=planner.RUNTIME,  # what the planner knows beyond it, `pocketreel plan` shows
+            presets=self.catalogue.hardware.values(),
+        )
 
     def _with_own_worker(self, found: Hardware) -> Hardware:
         """What the warm worker holds is free for the next job: it gives back what that does not need."""
@@ -317,7 +326,7 @@ class JobService:
             plan = self._plan(job.request, card)
             log = self._worker.ensure_started()
         except PlanError as error:  # it did fit when it was submitted
-            self._fail(job, ErrorKind.RAM if "RAM" in str(error) else ErrorKind.OOM, str(error))
+            self._fail(job, ErrorKind.RAM if re.search(r"\bRAM\b", str(error)) else ErrorKind.OOM, str(error))
             return
         except OSError as error:
             where = self.settings.data_dir
@@ -341,7 +350,8 @@ class JobService:
                     mode="json", include={"id", "title", "repo_id", "revision", "license", "pipeline"}
                 ),
                 "request": job.request.model_dump(mode="json"),
-                "plan": plan.model_dump(mode="json"),
+                # how it was held and why; the ladder and the parts of the estimate stay in the history
+                "plan": plan.model_dump(mode="json", exclude={"ladder", "estimate"}),
             },
         )
 

@@ -1,6 +1,7 @@
 """The values that flow through the program: frozen, validated, JSON-ready. Sizes in bytes, times in seconds.
 
 Names are diffusers' argument names where diffusers has one. Predicted against measured is derived, never stored.
+The base and the units are in `value`, what a plan is made of in `plans`, both are names of this module too.
 """
 
 from __future__ import annotations
@@ -8,21 +9,50 @@ from __future__ import annotations
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-GIB = 1024**3
+from app.coefficients import Coefficients
+from app.plans import Abilities, Arrangement, Estimate, Placement, Plan, Shard, Stage, Strategy
+from app.value import GIB, Bytes, Seconds, Value
 
-Bytes = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class Value(BaseModel):
-    """Base of all values: immutable, unknown keys refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
+__all__ = [
+    "GIB",
+    "Abilities",
+    "Arrangement",
+    "Backend",
+    "Bytes",
+    "Coefficients",
+    "Defaults",
+    "Disk",
+    "Draft",
+    "ErrorKind",
+    "Estimate",
+    "Gpu",
+    "GpuProcess",
+    "Hardware",
+    "HardwarePreset",
+    "Job",
+    "JobStatus",
+    "JsonObject",
+    "Lattice",
+    "Limit",
+    "ModelCard",
+    "Notice",
+    "OutputReport",
+    "Placement",
+    "Plan",
+    "Progress",
+    "Report",
+    "Request",
+    "Seconds",
+    "Shard",
+    "Stage",
+    "StageReport",
+    "Strategy",
+    "Value",
+]
 
 # --------------------------------------------------------------------------------------------------------- hardware
 
@@ -107,6 +137,8 @@ class Hardware(Value):
     """PSI `some avg10` of memory in percent, where the kernel has it."""
     data_disk: Disk
     spill_disk: Disk
+    download_disk: Disk | None = None
+    """Of the Hub's cache, where models are downloaded to; None: the data folder's."""
     host_to_device_bytes_per_second: float | None = None
     notes: tuple[str, ...] = ()
     """Plain sentences: what was not found and why, what was ignored (CUDA_VISIBLE_DEVICES), ..."""
@@ -161,6 +193,8 @@ class ModelCard(Value):
     lattice: Lattice = Lattice()
     vocabulary: Literal["demo"] | None = None
     """The built-in model knows few words; `demo` makes unknown ones be named on the page."""
+    coefficients: Coefficients | None = None
+    """Sizes and memory laws, fitted by the simulator. None: the planner falls back to a coarse rule."""
     timeout_seconds: Seconds = 3600.0
 
 
@@ -178,13 +212,15 @@ class HardwarePreset(Value):
     """VRAM to leave to other programs."""
     max_gpus: int | None = Field(None, ge=1)
     """GPUs to use at most; None: as many as help."""
+    fp8_storage: bool = False
+    """Weights may be stored in 8 bits where that helps: half the memory, but not quite the same video."""
     prefer_disk: bool = False
     """Weights that do not fit RAM beside the rest are read from the disk again and again: slow, but little RAM."""
     timeout_seconds: Seconds | None = None
     """None: the model card's."""
 
 
-# ------------------------------------------------------------------------------------------------- request and plan
+# ------------------------------------------------------------------------------------------------- request
 
 
 class Draft(Value):
@@ -229,59 +265,7 @@ class Notice(Value):
     text: str
 
 
-class Strategy(StrEnum):
-    """Where a component lives. Prices in VRAM / RAM per component, w = its weights, b = its largest block:
-
-    resident        w / 0            fastest
-    model_offload   w while used / w one copy in and out per stage
-    cpu             0 / w            runs on the CPU
-    """
-
-    RESIDENT = "resident"
-    MODEL_OFFLOAD = "model_offload"
-    CPU = "cpu"
-
-
-class Placement(Value):
-    """How one component of the pipeline is held."""
-
-    component: str
-    strategy: Strategy
-    device: str
-    """torch device it computes on, e.g. `cuda:0` or `cpu`."""
-    dtype: str
-    """`float32`, `bfloat16` or `float16`."""
-    weight_bytes: Bytes
-
-
-class Plan(Value):
-    """What the worker will do, and why. Made by `planner.plan`, applied by `runtime.placement`."""
-
-    device: str
-    dtype: str
-    strategy: Strategy
-    """Of every component without a placement of its own: of all, where sizes were unknown when the plan was made."""
-    placements: tuple[Placement, ...]
-    vae_tiling: bool = False
-    threads: int | None = None
-    """CPU threads torch may use; None leaves torch's choice."""
-    predicted_ram_bytes: Bytes
-    predicted_vram_bytes: dict[str, int] = {}
-    """Peak by device name; empty when no GPU is used."""
-    reasons: tuple[str, ...]
-
-
 # ------------------------------------------------------------------------------------------------ job and its report
-
-
-class Stage(StrEnum):
-    """The stages of a run, in their order."""
-
-    LOAD = "load"
-    ENCODE = "encode"
-    DENOISE = "denoise"
-    DECODE = "decode"
-    EXPORT = "export"
 
 
 class JobStatus(StrEnum):
@@ -316,8 +300,8 @@ class StageReport(Value):
     stage: Stage
     seconds: Seconds
     peak_ram_bytes: Bytes
-    peak_vram_allocated_bytes: dict[str, int] = {}
-    peak_vram_reserved_bytes: dict[str, int] = {}
+    peak_vram_allocated_bytes: dict[str, int] = Field(default_factory=dict)
+    peak_vram_reserved_bytes: dict[str, int] = Field(default_factory=dict)
     read_bytes: Bytes | None = None
     """From disk, by the worker; None where the system does not count it."""
     written_bytes: Bytes | None = None
@@ -362,7 +346,7 @@ class Report(Value):
 
     def peak_vram(self, *, reserved: bool = False) -> dict[str, int]:
         """Peak bytes by device over all stages; empty when no GPU was used."""
-        peaks: dict[str, int] = {}
+        peaks: dict[str, int] = Field(default_factory=dict)
         for stage in self.stages:
             by_device = stage.peak_vram_reserved_bytes if reserved else stage.peak_vram_allocated_bytes
             for device, value in by_device.items():

@@ -13,12 +13,15 @@ ROOT = Path(__file__).resolve().parent.parent
 HEAVY = {"torch", "diffusers", "transformers", "accelerate"}
 # schema, errors <- events, config, presets, ... <- planner, worker, models <- jobs <- web <- cli
 LAYERS = [
+    {"value"},
+    {"coefficients", "plans"},
     {"schema"},
     {"errors"},
+    {"speed", "workload", "timing", "estimate"},
     {"events", "config", "presets", "hardware", "store", "mp4", "demo"},
     {"resolve", "planner", "worker", "doctor", "outputs"},
-    {"jobs"},
-    {"terminal", "bench", "web"},
+    {"jobs", "planning"},
+    {"terminal", "tables", "bench", "web"},
     {"cli"},
 ]
 
@@ -26,6 +29,7 @@ LAYERS = [
 def test_front_process_has_no_torch() -> None:
     code = (
         "import sys, app.cli, app.jobs, app.planner, app.web, app.web.server, app.doctor, app.bench, app.terminal\n"
+        "import app.tables, app.planning\n"
         f"found = sorted({HEAVY!r} & set(sys.modules))\n"
         "assert not found, found"
     )
@@ -64,7 +68,7 @@ def test_imports_point_one_way(path: Path) -> None:
     part = path.relative_to(ROOT / "app").parts[0].removesuffix(".py")
     used = {_part(module) for module in _imports(path)} - {None, part}
     if part == "runtime":
-        assert used <= {"schema", "errors", "events", "runtime", "__version__"}, used
+        assert used <= {"value", "coefficients", "plans", "schema", "errors", "events", "runtime", "__version__"}, used
         return
     if part.startswith("__") or part == "demo":  # __init__, __main__; the model's trainer is a program of its own
         return

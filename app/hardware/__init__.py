@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from app.config import Settings
+from app.config import Settings, hub_folder
 from app.hardware.machine import cpu_count, cpu_name, disk, system_name
 from app.hardware.memory import ram, swap
 from app.hardware.nvidia import nvidia_gpus
@@ -59,6 +59,7 @@ def probe(settings: Settings, sources: Sources | None = None) -> Hardware:
         memory_pressure=memory.pressure,
         data_disk=disk(settings.data_dir, notes),
         spill_disk=disk(spill_folder(settings), notes),
+        download_disk=disk(hub_folder(), notes),
         notes=tuple(dict.fromkeys(notes)),
     )
 

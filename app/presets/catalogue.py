@@ -9,9 +9,10 @@ from typing import Final
 
 from app.config import Settings, bundled
 from app.errors import InvalidRequest, NotFound, PresetError
-from app.presets.files import Problems, V, load_value, read_text, suggestion, tell_problems
+from app.presets.files import Problems, V, load_value, parse_toml, read_text, suggestion, tell_problems
+from app.presets.fitted import FOLDER, find_coefficients, missing_words, read_coefficients
 from app.presets.folder import card_for_folder, card_for_repo
-from app.schema import Defaults, HardwarePreset, Lattice, ModelCard, Value
+from app.schema import Coefficients, Defaults, HardwarePreset, Lattice, ModelCard, Value
 
 _REPO_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _SIZE: Final = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
@@ -59,13 +60,32 @@ def read_model_card(path: Path, *, shipped: bool = False) -> ModelCard:
         PresetError: lists every mistake as `file:line: what is wrong; what to write instead`.
     """
     text = read_text(path)
-    card = load_value(path, text, ModelCard)
+    card = load_value(path, text, ModelCard, drop=("coefficients",))
     _refuse(path, text, [*_id_problems(path, card.id), *_card_problems(card)])
+    card = card.model_copy(update={"coefficients": _coefficients(path, text, card.id, shipped=shipped)})
     if card.folder is None:
         return card
     expanded = card.folder.expanduser()
     folder = expanded if expanded.is_absolute() else bundled(*expanded.parts) if shipped else path.parent / expanded
     return card.model_copy(update={"folder": folder})
+
+
+def _coefficients(path: Path, text: str, card_id: str, *, shipped: bool) -> Coefficients | None:
+    """What the card's key `coefficients` names, else what is named like the card; beside the card or among ours.
+
+    A card of ours may name a file that the simulator has not written yet: its model is then planned coarsely.
+    """
+    named = parse_toml(path, text).get("coefficients")
+    if named is not None and not (isinstance(named, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", named)):
+        what = f'coefficients: {named!r} does not fit; write the name of a file in {FOLDER}/ without ".toml"'
+        _refuse(path, text, [(("coefficients",), what)])
+    folders = tuple(dict.fromkeys((path.parent / FOLDER, bundled("presets", "models", FOLDER))))
+    file = find_coefficients(named or card_id, folders)
+    if file is not None:
+        return read_coefficients(file)
+    if named is not None and not shipped:
+        _refuse(path, text, [(("coefficients",), missing_words(named, folders))])
+    return None
 
 
 def read_hardware_preset(path: Path) -> HardwarePreset:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import struct
 from pathlib import Path
 from typing import Any, Final
 
+from app.config import hub_folder
 from app.errors import ModelNotUsable
 from app.schema import ModelCard
 
@@ -182,11 +182,7 @@ def card_folder(card: ModelCard) -> Path | None:
 
 def cached_snapshot(repo_id: str, revision: str | None = None) -> Path | None:
     """The folder of a model in the Hub's cache, found without importing huggingface_hub; None when it is not there."""
-    variables = os.environ
-    home = Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
-    cache = variables.get("HF_HUB_CACHE") or variables.get("HUGGINGFACE_HUB_CACHE")
-    hub = Path(cache) if cache else Path(variables.get("HF_HOME") or home) / "hub"
-    repo = hub.expanduser() / f"models--{repo_id.replace('/', '--')}"
+    repo = hub_folder() / f"models--{repo_id.replace('/', '--')}"
     reference = repo / "refs" / (revision or "main")
     commit = reference.read_text("ascii").strip() if reference.is_file() else revision
     snapshot = repo / "snapshots" / commit if commit else None

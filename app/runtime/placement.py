@@ -27,9 +27,9 @@ def apply(pipe: Any, plan: Plan) -> None:
     strategies = {placement.strategy for placement in plan.placements} or {plan.strategy}
     if strategies == {Strategy.MODEL_OFFLOAD}:
         pipe.enable_model_cpu_offload(gpu_id=device.index or 0, device=device.type)
-    elif len(strategies) == 1:
+    elif len(strategies) == 1 and strategies <= {Strategy.RESIDENT, Strategy.CPU}:
         pipe.to(device)
     else:
-        raise PlanError(f"Cannot combine {', '.join(sorted(strategies))} in one plan yet.")
+        raise PlanError(f"This version cannot apply {', '.join(sorted(strategies))} in one plan.")
     if plan.vae_tiling and hasattr(getattr(pipe, "vae", None), "enable_tiling"):
         pipe.vae.enable_tiling()

@@ -1,25 +1,22 @@
-"""Pure: (Hardware, ModelCard, Request, HardwarePreset) -> Plan with reasons, or PlanError.
+"""The coarse rule for models that were not fitted: one device, all of the pipeline resident, or one component at a time
+on the GPU (model offload), or the CPU.
 
-First form: one device, all of the pipeline resident, or one component at a time on the GPU (model offload), or the
-CPU. Memory is estimated from the sizes of the weights and a coarse working-memory rule; where sizes are unknown (a Hub
-model that was not downloaded) nothing is promised and the reasons say so.
+Memory is estimated from the sizes of the weights and a rule of thumb for working memory; where sizes are unknown (a Hub
+model that was not downloaded) nothing is promised. The reasons say that the rule is coarse.
 """
 
 from __future__ import annotations
 
 from app.errors import PlanError
-from app.schema import GIB, Backend, Gpu, Hardware, HardwarePreset, ModelCard, Placement, Plan, Request, Strategy
+from app.estimate import GPU_CONTEXT_BYTES, WORKER_BASE_BYTES
+from app.planner.budget import RAM_FLOOR_BYTES, usable_gpus
+from app.schema import GIB, Gpu, Hardware, HardwarePreset, ModelCard, Placement, Plan, Request, Strategy
 
-RAM_FLOOR_BYTES = 1 * GIB
-"""Left to the system: a PC that swaps for twenty minutes is what people hate most."""
-WORKER_BASE_BYTES = int(0.9 * GIB)
-"""A worker with torch and diffusers imported and no model: 0.75 GiB seen in a job that failed to load; rounded up."""
-GPU_CONTEXT_BYTES = int(0.5 * GIB)
-"""The CUDA context, outside of torch's own count (about 450 MiB, shared/facts/memory.md)."""
+COARSE = "reckoned by a coarse rule: this model was not measured by the simulator yet"
 WEIGHTS_MARGIN = 1.25
 
 
-def plan(
+def coarse_plan(
     hardware: Hardware,
     card: ModelCard,
     request: Request,
@@ -31,23 +28,7 @@ def plan(
     Raises:
         PlanError: names the memory that is short, by how much, and what would fit.
     """
-    made = _plan(hardware, card, request, preset, counts)
-    unmet = []
-    if (preset.max_gpus or 1) > 1:
-        unmet.append("this version computes on one device at a time: the other cards stay free")
-    if preset.prefer_disk:
-        unmet.append("this version does not read weights from the disk while it computes: only the RAM limit holds")
-    return made.model_copy(update={"reasons": (*made.reasons, *unmet)})
-
-
-def _plan(
-    hardware: Hardware,
-    card: ModelCard,
-    request: Request,
-    preset: HardwarePreset,
-    counts: dict[str, dict[str, int]] | None,
-) -> Plan:
-    gpu = _gpu(hardware, preset)
+    gpu: Gpu | None = max(usable_gpus(hardware, preset), key=lambda gpu: gpu.free_bytes, default=None)
     if gpu is None:
         # most CPUs have no fast 16-bit arithmetic, so they compute in 32 whatever the files hold
         return _on_cpu(hardware, card, request, preset, _bytes(counts, 4))
@@ -83,20 +64,8 @@ def _plan(
         vae_tiling=strategy is Strategy.MODEL_OFFLOAD,
         predicted_ram_bytes=ram_needed,
         predicted_vram_bytes={device: needed} if needed else {},
-        reasons=(reason, why, f"{dtype}: what {gpu.name} computes fast"),
+        reasons=(reason, why, f"{dtype}: what {gpu.name} computes fast", COARSE),
     )
-
-
-def _gpu(hardware: Hardware, preset: HardwarePreset) -> Gpu | None:
-    usable = [gpu for gpu in hardware.gpus if gpu.backend in (Backend.CUDA, Backend.ROCM)]
-    if preset.device == "cpu":
-        return None
-    if preset.device == "gpu" and not usable:
-        raise PlanError(
-            f"The preset {preset.title} wants a GPU and none was found. `pocketreel doctor` says why; "
-            "the preset CPU works without one."
-        )
-    return max(usable, key=lambda gpu: gpu.free_bytes, default=None)
 
 
 def _on_cpu(
@@ -110,7 +79,7 @@ def _on_cpu(
         if weights is not None
         else "the sizes of this model are unknown until it is downloaded: memory is unchecked"
     )
-    reasons.append("float32: most CPUs compute 16-bit formats slowly")
+    reasons += ["float32: most CPUs compute 16-bit formats slowly", COARSE]
     return Plan(
         device="cpu",
         dtype="float32",

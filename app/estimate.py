@@ -1,0 +1,223 @@
+"""Pure arithmetic: bytes by memory and seconds by stage of (coefficients, request, placements, machine).
+
+Memory follows the laws that the simulator confirmed (facts/memory.md): resident; model offload; block groups = what is
+in no block + n blocks, one more with a stream; leaf = the largest layer; page-locked RAM rounded up where streams pin;
+8-bit storage halves what is not kept in float32. Time is `timing`'s. An estimate is nothing but the sum of its parts;
+of components that work one after another in a stage only the largest counts.
+
+Not covered: quantized weights, torch.compile, step caches, a picture larger than the fit's (image-to-video encoding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple
+
+from app.coefficients import Coefficients, ComponentFacts
+from app.plans import MemoryPart, TimePart
+from app.schema import GIB, Estimate, Placement, Request, Stage, Strategy
+from app.speed import Machine
+from app.timing import Seconds, times
+from app.workload import Sizes, Task, sizes_of, stage_of, task_of
+
+WORKER_BASE_BYTES: Final = int(0.9 * GIB)
+"""A worker with torch and diffusers imported and no model: 0.75 GiB seen in a job that failed to load; rounded up."""
+GPU_CONTEXT_BYTES: Final = int(0.5 * GIB)
+"""The CUDA context, outside of torch's own count (about 450 MiB assumed, facts/memory.md)."""
+CUDA_RAM_BYTES: Final = 1 * GIB
+"""ASSUMED: RAM of the CUDA libraries once a worker uses a card."""
+WORKING_RESERVE: Final = 0.30
+"""Room for fragmentation, as a share of working memory: cards of allocated peak + 15 to 31 % were the smallest on which
+simulated runs survived (facts/memory.md)."""
+WEIGHTS_RESERVE: Final = 0.02
+"""ASSUMED: the same for weights, whose blocks are large and stay."""
+EXPORT_PIXELS_PER_SECOND: Final = 20e6
+"""ASSUMED: coding and checking the file on the CPU."""
+TRAVELLING_LEAVES: Final = 1 * GIB
+"""Page-locked at once with `low_cpu_mem_usage` beside two of the largest layers: the prototype of facts/memory.md
+showed 0.4 to 1.0 GiB in all for transformers, and for blocks one and a half of them."""
+RESTING: Final = tuple(Stage)
+
+
+class Bytes(NamedTuple):
+    """What one component holds in one memory during some stages."""
+
+    memory: str
+    stages: tuple[Stage, ...]
+    component: str
+    kind: Literal["weights", "working", "context", "reserve", "worker", "frames"]
+    size: int
+
+
+class Cost(NamedTuple):
+    """A component's share. `held` adds up with everything; of `active` in one stage and memory only the largest counts,
+    because the components of a stage work one after another."""
+
+    held: tuple[Bytes, ...]
+    active: tuple[Bytes, ...]
+    time: tuple[Seconds, ...]
+
+
+# ---------------------------------------------------------------------------------------------------- one component
+
+
+def cost_of(task: Task, machine: Machine, placement: Placement, *, tiling: bool, sizes: Sizes | None = None) -> Cost:
+    """Memory and time of one component. `tiling` is the VAE's; `sizes` saves looking them up where they are known."""
+    facts = task.coefficients.components[placement.component]
+    if sizes is None:
+        sizes = sizes_of(facts, placement.dtype, placement.storage_dtype)
+    stage = stage_of(placement.component)
+    working = _working(task, placement, facts, stage, tiling=tiling)
+    held, active = _memory(placement, facts, sizes, stage, working)
+    if task.picture and placement.component == "vae" and placement.strategy is Strategy.MODEL_OFFLOAD:
+        # diffusers' hooks leave the VAE of image-to-video on the card while it denoises (facts/diffusers-0.42-traps.md)
+        held = [*held, _weights(placement, placement.device, (Stage.ENCODE, Stage.DENOISE), sizes.weights)]
+    return Cost(tuple(held), tuple(active), tuple(times(task, machine, placement, facts, sizes, tiling=tiling)))
+
+
+def _working(task: Task, placement: Placement, facts: ComponentFacts, stage: Stage, *, tiling: bool) -> int:
+    if stage is Stage.ENCODE:
+        working = task.coefficients.encode_bytes
+    elif stage is Stage.DENOISE:
+        working = task.denoise_bytes
+    elif placement.component == "vae":
+        working = task.tiled_bytes if tiling and task.tiled_bytes is not None else task.decode_bytes
+    else:
+        working = 0  # a vocoder's is in the VAE's figure, which was fitted on the whole stage
+    # laws fitted in 16 bit double in float32; the other way they stay, as 16-bit convolutions need workspace
+    return working * 2 if placement.dtype == "float32" and facts.dtype != "float32" else working
+
+
+def _memory(
+    placement: Placement, facts: ComponentFacts, sizes: Sizes, stage: Stage, working: int
+) -> tuple[list[Bytes], list[Bytes]]:
+    device = placement.device
+    while_loading = _weights(placement, "ram", (Stage.LOAD,), sizes.weights)
+    in_ram = _weights(placement, "ram", RESTING, sizes.weights)
+    brought = 0
+    held: list[Bytes] = []
+    if placement.shards:
+        return _sharded(placement, facts, sizes, stage, working)
+    match placement.strategy:
+        case Strategy.RESIDENT:
+            held = [while_loading, *_on_card(placement, device, RESTING, sizes.weights)]
+            brought = 2 * sizes.leaf if placement.storage_dtype is not None else 0
+        case Strategy.MODEL_OFFLOAD:
+            held, brought = [in_ram], sizes.weights
+        case Strategy.BLOCK:
+            blocks = (placement.num_blocks_per_group or 1) + placement.use_stream
+            held, brought = _offloaded(placement, sizes, sizes.block), sizes.other + blocks * sizes.block
+        case Strategy.LEAF:
+            held, brought = (
+                _offloaded(placement, sizes, sizes.leaf),
+                sizes.leaf,
+            )  # with streams too: where memory peaks no layer is at work
+        case Strategy.DISK:
+            brought = 2 * max(sizes.block, sizes.leaf)  # one works, the next is on its way
+            held = [_weights(placement, "ram", RESTING, brought)]
+        case Strategy.CPU:
+            held, device = [in_ram], "ram"
+    active = [Bytes(device, (stage,), placement.component, "working", working)]
+    if device != "ram":
+        active.append(_reserve(placement, device, (stage,), WORKING_RESERVE * working))
+        active += _on_card(placement, device, (stage,), brought) if brought else []
+    return held, active
+
+
+def _sharded(
+    placement: Placement, facts: ComponentFacts, sizes: Sizes, stage: Stage, working: int
+) -> tuple[list[Bytes], list[Bytes]]:
+    """Every card holds its blocks and, while they compute, the whole working memory."""
+    in_blocks = sizes.weights - sizes.other
+    held, active = [_weights(placement, "ram", (Stage.LOAD,), sizes.weights)], []
+    for shard in placement.shards:
+        share = round(in_blocks * shard.count / max(facts.block_count, 1))
+        weights = share + (sizes.other if shard.device == placement.device else 0)
+        held += _on_card(placement, shard.device, RESTING, weights)
+        active.append(Bytes(shard.device, (stage,), placement.component, "working", working))
+        active.append(_reserve(placement, shard.device, (stage,), WORKING_RESERVE * working))
+    return held, active
+
+
+def _offloaded(placement: Placement, sizes: Sizes, unit: int) -> list[Bytes]:
+    """RAM of a group-offloaded component: page-locked for streams, or for two groups at a time while they travel."""
+    name = placement.component
+    if placement.use_stream and not placement.low_cpu_mem_usage:
+        return [
+            _weights(placement, "ram", RESTING, max(sizes.pinned, sizes.weights)),
+            _weights(placement, "pinned", RESTING, max(sizes.pinned, sizes.weights)),
+        ]
+    held = [_weights(placement, "ram", RESTING, sizes.weights)]
+    if placement.use_stream:
+        travelling = 2 * unit if placement.strategy is Strategy.BLOCK else min(8 * unit, 2 * unit + TRAVELLING_LEAVES)
+        held += [Bytes(memory, RESTING, name, "working", travelling) for memory in ("ram", "pinned")]
+    return held
+
+
+def _weights(placement: Placement, memory: str, stages: tuple[Stage, ...], size: int) -> Bytes:
+    return Bytes(memory, stages, placement.component, "weights", size)
+
+
+def _on_card(placement: Placement, device: str, stages: tuple[Stage, ...], size: int) -> list[Bytes]:
+    return [_weights(placement, device, stages, size), _reserve(placement, device, stages, WEIGHTS_RESERVE * size)]
+
+
+def _reserve(placement: Placement, device: str, stages: tuple[Stage, ...], size: float) -> Bytes:
+    return Bytes(device, stages, placement.component, "reserve", round(size))
+
+
+# ------------------------------------------------------------------------------------------------------ the whole run
+
+
+def base_cost(task: Task, devices: Sequence[str]) -> Cost:
+    """What a run needs whatever its placements: the worker, the frames, the context of each card used, the file."""
+    held = [
+        Bytes("ram", RESTING, "", "worker", WORKER_BASE_BYTES + (CUDA_RAM_BYTES if devices else 0)),
+        Bytes("ram", (Stage.DECODE, Stage.EXPORT), "", "frames", task.frame_bytes),
+        *(Bytes(device, RESTING, "", "context", GPU_CONTEXT_BYTES) for device in devices),
+    ]
+    export = task.pixels * task.num_frames / EXPORT_PIXELS_PER_SECOND
+    return Cost(tuple(held), (), (Seconds(Stage.EXPORT, "", "compute", export),))
+
+
+def estimate(
+    coefficients: Coefficients, request: Request, placements: Sequence[Placement], machine: Machine, *, tiling: bool
+) -> Estimate:
+    """Predicted bytes and seconds of a run with the model loaded anew, from parts that add up."""
+    task = task_of(coefficients, request)
+    costs = [cost_of(task, machine, placement, tiling=tiling) for placement in placements]
+    return add_up([base_cost(task, devices_of(placements)), *costs])
+
+
+def devices_of(placements: Sequence[Placement]) -> tuple[str, ...]:
+    """The cards that placements use, in their order."""
+    used = {shard.device for placement in placements for shard in placement.shards}
+    used |= {placement.device for placement in placements if placement.strategy is not Strategy.CPU}
+    return tuple(sorted(used - {"cpu"}))
+
+
+def add_up(costs: Sequence[Cost]) -> Estimate:
+    """All that is held, and of what is active in one stage and memory the component with the most."""
+    memory = [part for cost in costs for part in cost.held]
+    by_place: dict[tuple[str, Stage], dict[int, list[Bytes]]] = {}
+    for number, cost in enumerate(costs):
+        for part in cost.active:
+            for stage in part.stages:
+                by_place.setdefault((part.memory, stage), {}).setdefault(number, []).append(part)
+    for (_, stage), of_costs in by_place.items():
+        largest = max(of_costs.values(), key=lambda parts: sum(part.size for part in parts))
+        memory += [part._replace(stages=(stage,)) for part in largest]
+    return Estimate(
+        memory=tuple(
+            MemoryPart(memory=part.memory, stage=stage, component=part.component, kind=part.kind, bytes=part.size)
+            for part in memory
+            for stage in part.stages
+            if part.size
+        ),
+        time=tuple(
+            TimePart(stage=part.stage, component=part.component, kind=part.kind, seconds=part.seconds)
+            for cost in costs
+            for part in cost.time
+            if part.seconds
+        ),
+    )

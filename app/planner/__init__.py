@@ -1,0 +1,128 @@
+"""Pure: (Hardware, ModelCard, Request, HardwarePreset) -> Plan with reasons and a ladder, or PlanError.
+
+The plan is the fastest of all that fit, found exactly, among what `allowed` lets it choose. What fits is decided by
+`estimate` and a stated margin (`estimate.WORKING_RESERVE`), what is fastest by `timing`, whose constants are assumed.
+
+`budget` what may be used, `imagine` another machine, `options` how parts can be held, `solve` the search, `search` both
+together, `words` the reasons, `nearest` what would fit instead, `table` many models at once and the cliffs, `coarse`
+the rule for models that were not fitted. Not covered: keeping some blocks resident, quantization but for 8-bit storage,
+attention backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from app.errors import PlanError
+from app.estimate import devices_of
+from app.planner.budget import PINNED_SHARE, RAM_FLOOR_BYTES
+from app.planner.coarse import COARSE, coarse_plan
+from app.planner.nearest import Case, plan_error
+from app.planner.search import EVERYTHING, RUNTIME, Found, Search
+from app.planner.words import held_words, reasons_of, titles_of, unmet_words
+from app.presets import format_bytes
+from app.schema import (
+    Abilities,
+    Arrangement,
+    Estimate,
+    Hardware,
+    HardwarePreset,
+    ModelCard,
+    Placement,
+    Plan,
+    Request,
+    Stage,
+)
+from app.workload import stage_of, stored_bytes
+
+__all__ = ["COARSE", "EVERYTHING", "PINNED_SHARE", "RAM_FLOOR_BYTES", "RUNTIME", "plan"]
+
+
+def plan(
+    hardware: Hardware,
+    card: ModelCard,
+    request: Request,
+    preset: HardwarePreset,
+    counts: dict[str, dict[str, int]] | None,
+    *,
+    allowed: Abilities = RUNTIME,
+    presets: Iterable[HardwarePreset] = (),
+) -> Plan:
+    """The fastest plan that fits.
+
+    Args:
+        counts: numbers by component and stored dtype, None when the model is not on this machine.
+        allowed: what the side that applies the plan can do.
+        presets: tried as changes to propose when nothing fits.
+
+    Raises:
+        PlanError: names the memory that is short, by how much and in which stage, and the nearest change that fits.
+    """
+    if card.coefficients is None:
+        made = coarse_plan(hardware, card, request, preset, counts)
+        return made.model_copy(update={"reasons": (*made.reasons, *unmet_words(preset, allowed))})
+    search = Search(hardware, card, request, preset, allowed)
+    if counts is None and card.repo_id is not None:
+        _check_disk(hardware, card)
+    found = search.best()
+    if found is None:
+        raise plan_error(search, Case(hardware, card, request, preset, allowed), presets)
+    estimate = search.estimate(found)
+    fields = _fields(hardware, found, estimate)
+    rungs = [(rung, search.estimate(rung)) for rung in search.ladder(found)]
+    return Plan(
+        **fields,
+        reasons=(
+            *reasons_of(search, found, estimate, sure=card.coefficients.sure),
+            *unmet_words(preset, allowed),
+        ),
+        estimate=estimate,
+        ladder=tuple(
+            Arrangement(**_fields(hardware, rung, parts), reasons=_changes(search, above, rung))
+            for (rung, parts), above in zip(rungs, [found, *(rung for rung, _ in rungs)], strict=False)
+        ),
+    )
+
+
+def _fields(hardware: Hardware, found: Found, estimate: Estimate) -> dict[str, object]:
+    main = next(p for p in found.placements if stage_of(p.component) is Stage.DENOISE)
+    return {
+        "device": main.device,
+        "dtype": main.dtype,
+        "strategy": main.strategy,
+        "placements": found.placements,
+        "vae_tiling": found.tiling,
+        "threads": None if found.gpus else hardware.cpu_count,
+        "predicted_ram_bytes": estimate.peak("ram"),
+        "predicted_vram_bytes": {
+            device: estimate.peak(device, allocated=True) for device in devices_of(found.placements)
+        },
+        "predicted_seconds": estimate.seconds(),
+    }
+
+
+def _changes(search: Search, above: Found, rung: Found) -> tuple[str, ...]:
+    """What a rung does otherwise than the one above it."""
+    titles = titles_of(search)
+    before: dict[str, Placement] = {placement.component: placement for placement in above.placements}
+    changes = [
+        f"{placement.component}: {held_words(placement, titles)}"
+        for placement in rung.placements
+        if placement != before[placement.component]
+    ]
+    if rung.tiling and not above.tiling:
+        changes.append("the frames are decoded in tiles")
+    return tuple(changes)
+
+
+def _check_disk(hardware: Hardware, card: ModelCard) -> None:
+    """The download must fit: what is not on this machine is fetched in 16 bit at least."""
+    assert card.coefficients is not None  # noqa: S101 - for the type checker
+    needed = sum(stored_bytes(facts) for facts in card.coefficients.components.values())
+    disk = hardware.download_disk or hardware.data_disk
+    if needed > disk.free_bytes:
+        raise PlanError(
+            f"{card.title} must be downloaded first, about {format_bytes(needed)}; the disk of {disk.path} has "
+            f"{format_bytes(disk.free_bytes)} free, {format_bytes(needed - disk.free_bytes)} short. Free some, or let "
+            "HF_HOME name a folder on another disk."
+        )

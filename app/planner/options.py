@@ -1,0 +1,251 @@
+"""The ways in which each group of components can be held, with what each takes and how long it lasts.
+
+The set of options depends on the model, the cards and the preset, never on how much memory is free: that is why more
+memory can only add plans that fit, and never yields a slower one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, product
+from typing import Final, NamedTuple
+
+from app.estimate import Cost, cost_of
+from app.schema import Abilities, Backend, Gpu, HardwarePreset, Placement, Shard, Stage, Strategy
+from app.speed import Machine
+from app.workload import Sizes, Task, sizes_of, stage_of
+
+FP8: Final = "float8_e4m3fn"
+GROUP_SIZES: Final = (1, 4)
+"""Blocks per group without a stream; with one, diffusers allows groups of one only."""
+SHARD_STEPS: Final = {2: 16, 3: 8, 4: 8}
+"""By number of cards, into how many parts the blocks are cut to try all divisions."""
+_VRAM_STAGES: Final = (Stage.ENCODE, Stage.DENOISE, Stage.DECODE)
+"""Loading and exporting never hold more on a card than these."""
+
+
+class How(NamedTuple):
+    """One way to hold a group, before it is applied to its components."""
+
+    strategy: Strategy
+    device: str
+    blocks: int | None = None
+    stream: bool = False
+    low_cpu: bool = False
+    fp8: bool = False
+    shares: tuple[tuple[str, int], ...] = ()
+    """Of a sharded one: devices with their parts of `SHARD_STEPS`."""
+
+
+class Option(NamedTuple):
+    """One way to hold a group (or the whole pipeline): seconds it adds, bytes it adds by slot (see `slots`)."""
+
+    seconds: float
+    bytes: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    tiling: bool
+
+
+class Space(NamedTuple):
+    """All there is to choose from: one option of each group makes a plan."""
+
+    slots: tuple[tuple[str, Stage], ...]
+    groups: tuple[tuple[Option, ...], ...]
+
+
+def slots(devices: Sequence[str]) -> tuple[tuple[str, Stage], ...]:
+    """The memories and stages that a plan must fit: of page-locked RAM one stage stands for all."""
+    cards = [(device, stage) for device in devices for stage in _VRAM_STAGES]
+    return (*cards, *(("ram", stage) for stage in Stage), ("pinned", Stage.DENOISE))
+
+
+def space_of(task: Task, machine: Machine, gpus: tuple[Gpu, ...], preset: HardwarePreset, allowed: Abilities) -> Space:
+    """Everything that may be planned on these cards; without cards, on the CPU."""
+    chooser = _Chooser(task, machine, gpus, preset, allowed)
+    return Space(chooser.slots, chooser.groups())
+
+
+class _Chooser:
+    def __init__(
+        self, task: Task, machine: Machine, gpus: tuple[Gpu, ...], preset: HardwarePreset, allowed: Abilities
+    ) -> None:
+        self.task, self.machine, self.gpus, self.allowed = task, machine, gpus, allowed
+        self.dtypes = {f"cuda:{gpu.index}": card_dtype(gpu) for gpu in gpus}
+        self.slots = slots(tuple(self.dtypes))
+        self.fp8 = preset.fp8_storage and allowed.fp8_storage
+        self.waiting = allowed.strategies
+        if preset.prefer_disk and Strategy.DISK in allowed.strategies:
+            self.waiting = allowed.strategies - {Strategy.MODEL_OFFLOAD, Strategy.BLOCK, Strategy.LEAF}
+        self._formats: dict[tuple[str, str, tuple[tuple[str, int], ...]], str] = {}
+        self._known: dict[tuple[str, str, bool], Sizes] = {}
+        self.fp8_cards = {f"cuda:{gpu.index}" for gpu in gpus if gpu.supports["fp8_storage"]}
+
+    def groups(self) -> tuple[tuple[Option, ...], ...]:
+        by_stage: dict[Stage, list[str]] = {}
+        for name in self.task.coefficients.components:
+            by_stage.setdefault(stage_of(name), []).append(name)
+        tilings = (False, True) if self.task.tiled_bytes is not None else (False,)
+        if not self.gpus:
+            every = tuple(self.task.coefficients.components)
+            whole = [self._option(every, How(Strategy.CPU, "cpu"), tiling) for tiling in tilings]
+            return (_sorted(whole if Strategy.CPU in self.allowed.strategies else []),)
+        if not self.allowed.mixed:
+            every = tuple(self.task.coefficients.components)
+            hows = [
+                How(strategy, device)
+                for strategy in (Strategy.RESIDENT, Strategy.MODEL_OFFLOAD)
+                if strategy in self.waiting
+                for device in self.dtypes
+            ]
+            return (_sorted([self._option(every, how, tiling) for how, tiling in product(hows, tilings)]),)
+        order = [stage for stage in (Stage.DENOISE, Stage.DECODE, Stage.ENCODE) if stage in by_stage]
+        ways = {Stage.DENOISE: self._denoise, Stage.DECODE: self._decode, Stage.ENCODE: self._encode}
+        return tuple(
+            _sorted(
+                [
+                    self._option(tuple(by_stage[stage]), how, tiling)
+                    for how in ways[stage]()
+                    for tiling in (tilings if stage is Stage.DECODE else (False,))
+                ]
+            )
+            for stage in order
+        )
+
+    def _denoise(self) -> Iterator[How]:
+        plain = []
+        for device in self.dtypes:
+            plain += [How(Strategy.RESIDENT, device), How(Strategy.MODEL_OFFLOAD, device)]
+            plain += [How(Strategy.BLOCK, device, blocks=count) for count in GROUP_SIZES]
+            plain += [How(Strategy.BLOCK, device, 1, stream=True, low_cpu=low) for low in (False, True)]
+            plain += [How(Strategy.LEAF, device), How(Strategy.DISK, device)]
+            plain += [How(Strategy.LEAF, device, stream=True, low_cpu=low) for low in (False, True)]
+        plain += self._shards()
+        yield from (how for how in plain if how.strategy in self.waiting)
+        if self.fp8:
+            for how in plain:
+                cards = {how.device, *(device for device, _ in how.shares)}
+                if how.strategy in self.waiting and how.strategy is not Strategy.DISK and cards <= self.fp8_cards:
+                    yield how._replace(fp8=True)
+
+    def _shards(self) -> list[How]:
+        if not self.allowed.shards:
+            return []
+        fastest = sorted(self.dtypes, key=lambda name: (-self.machine.devices[name].flops_16bit, name))
+        found = []
+        for count, steps in SHARD_STEPS.items():
+            for cards in combinations(fastest, count):
+                for cuts in combinations(range(1, steps), count - 1):
+                    parts = [high - low for low, high in zip((0, *cuts), (*cuts, steps), strict=True)]
+                    found.append(How(Strategy.RESIDENT, cards[0], shares=tuple(zip(cards, parts, strict=True))))
+        return found
+
+    def _decode(self) -> Iterator[How]:
+        for device in self.dtypes:
+            yield How(Strategy.RESIDENT, device)
+            if Strategy.MODEL_OFFLOAD in self.allowed.strategies:  # small enough to wait in RAM whatever is preferred
+                yield How(Strategy.MODEL_OFFLOAD, device)
+        if Strategy.CPU in self.allowed.strategies:
+            yield How(Strategy.CPU, "cpu")
+
+    def _encode(self) -> Iterator[How]:
+        hows = []
+        for device in self.dtypes:
+            hows += [How(strategy, device) for strategy in (Strategy.RESIDENT, Strategy.MODEL_OFFLOAD, Strategy.DISK)]
+            hows += [How(Strategy.LEAF, device), How(Strategy.LEAF, device, stream=True, low_cpu=True)]
+        hows.append(How(Strategy.CPU, "cpu"))
+        yield from (how for how in hows if how.strategy in (self.waiting | {Strategy.CPU} & self.allowed.strategies))
+
+    def _option(self, components: tuple[str, ...], how: How, tiling: bool) -> Option:
+        placements = tuple(self._placement(name, how) for name in components)
+        costs = [
+            cost_of(self.task, self.machine, placement, tiling=tiling, sizes=self._sizes(placement.component, how))
+            for placement in placements
+        ]
+        seconds = sum(part.seconds for cost in costs for part in cost.time)
+        return Option(seconds, as_bytes(costs, self.slots), placements, tiling)
+
+    def _placement(self, name: str, how: How) -> Placement:
+        facts = self.task.coefficients.components[name]
+        return Placement(
+            component=name,
+            strategy=how.strategy,
+            device=how.device,
+            dtype=self._dtype(name, how),
+            weight_bytes=self._sizes(name, how).weights,
+            num_blocks_per_group=how.blocks,
+            use_stream=how.stream,
+            low_cpu_mem_usage=how.low_cpu,
+            storage_dtype=FP8 if how.fp8 else None,
+            shards=_shards_of(facts.block_count, how.shares),
+        )
+
+    def _sizes(self, name: str, how: How) -> Sizes:
+        key = (name, self._dtype(name, how), how.fp8)
+        if key not in self._known:
+            self._known[key] = sizes_of(self.task.coefficients.components[name], key[1], FP8 if how.fp8 else None)
+        return self._known[key]
+
+    def _dtype(self, name: str, how: How) -> str:
+        key = (name, how.device, how.shares)
+        if key not in self._formats:
+            self._formats[key] = self._format(*key)
+        return self._formats[key]
+
+    def _format(self, name: str, device: str, shares: tuple[tuple[str, int], ...]) -> str:
+        if device == "cpu":
+            wanted = set(self.dtypes.values())
+            return "bfloat16" if wanted == {"bfloat16"} and self.allowed.dtypes else "float32"
+        devices = [one for one, _ in shares] or [device]
+        dtype = max((self.dtypes[one] for one in devices), key=("bfloat16", "float16", "float32").index)
+        usual = self.task.coefficients.components[name].dtype
+        if self.allowed.dtypes and (usual == "float32" or (dtype == "float16" and name == "vae")):
+            return "float32"  # a VAE in float16 turns black on many cards; what was made for float32 keeps it
+        return dtype
+
+
+def card_dtype(gpu: Gpu) -> str:
+    """The number format that the card computes fast: bf16 from Ampere on, fp16 on Volta and Turing, else fp32."""
+    if gpu.supports["bf16"]:
+        return "bfloat16"
+    known = gpu.backend is Backend.CUDA and gpu.compute_capability is not None
+    return "float32" if known and not gpu.supports["fp8_storage"] else "float16"  # Pascal: fp16 at a 64th of the rate
+
+
+def as_bytes(costs: Sequence[Cost], places: tuple[tuple[str, Stage], ...]) -> tuple[int, ...]:
+    """Bytes by slot: what is held adds up, of what is active the largest counts. The same sums as `estimate.add_up`."""
+    held = dict.fromkeys(places, 0)
+    active: dict[tuple[str, Stage], int] = {}
+    for cost in costs:
+        own: dict[tuple[str, Stage], int] = {}
+        for part in cost.held:
+            for stage in part.stages:
+                if (place := (part.memory, stage)) in held:
+                    held[place] += part.size
+        for part in cost.active:
+            for stage in part.stages:
+                own[part.memory, stage] = own.get((part.memory, stage), 0) + part.size
+        for place, size in own.items():
+            active[place] = max(active.get(place, 0), size)
+    for place, size in active.items():
+        if place in held:
+            held[place] += size
+    return tuple(held.values())
+
+
+def _shards_of(block_count: int, shares: tuple[tuple[str, int], ...]) -> tuple[Shard, ...]:
+    """Blocks by card, in order; a component with too few blocks stays whole on the first card."""
+    if not shares or block_count < len(shares):
+        return ()
+    steps, first, done, shards = sum(part for _, part in shares), 0, 0, []
+    for device, part in shares:
+        done += part
+        last = round(block_count * done / steps)
+        if last > first:
+            shards.append(Shard(device=device, first_block=first, count=last - first))
+        first = last
+    return tuple(shards)
+
+
+def _sorted(options: list[Option]) -> tuple[Option, ...]:
+    """Fastest first; of equally fast ones the one that was named first."""
+    return tuple(sorted(options, key=lambda option: option.seconds))

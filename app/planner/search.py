@@ -1,0 +1,153 @@
+"""One model, one request, one machine: the fastest plan that fits, the nearest one that does not, the ladder."""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+from app.coefficients import Coefficients
+from app.errors import PlanError
+from app.estimate import add_up, base_cost, cost_of, devices_of
+from app.planner.budget import Budget, budget_of, gpu_sets, usable_gpus, worth_using
+from app.planner.options import Space, as_bytes, space_of
+from app.planner.solve import Choice, fastest, least_over
+from app.schema import (
+    Abilities,
+    Estimate,
+    Gpu,
+    Hardware,
+    HardwarePreset,
+    ModelCard,
+    Placement,
+    Request,
+    Stage,
+    Strategy,
+)
+from app.speed import Machine, machine
+from app.workload import Task, stage_of, task_of
+
+RUNTIME: Final = Abilities(strategies=frozenset({Strategy.RESIDENT, Strategy.MODEL_OFFLOAD, Strategy.CPU}))
+"""What `runtime.placement` of this version applies: the whole pipeline in one way, on one device, in one dtype."""
+EVERYTHING: Final = Abilities(strategies=frozenset(Strategy), mixed=True, shards=True, fp8_storage=True, dtypes=True)
+"""All that the planner knows, whether this version can apply it or not."""
+RUNG_STEP: Final = 0.85
+"""Each rung of the ladder has at most this share of the VRAM of the one above."""
+RUNGS: Final = 4
+
+
+class Found(NamedTuple):
+    """A choice on a set of cards (none: the CPU), with all that explains it."""
+
+    choice: Choice
+    space: Space
+    gpus: tuple[Gpu, ...]
+    limits: tuple[int, ...]
+    """The budget by slot."""
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """In the order of the stages, however they were searched."""
+        every = [placement for option in self.choice.options for placement in option.placements]
+        return tuple(sorted(every, key=lambda placement: list(Stage).index(stage_of(placement.component))))
+
+    @property
+    def tiling(self) -> bool:
+        return any(option.tiling for option in self.choice.options)
+
+    @property
+    def shortage(self) -> tuple[str, Stage, int]:
+        """The memory and stage that is most over budget, and by how much."""
+        over, place = max(zip(self.choice.over, self.space.slots, strict=True), key=lambda pair: pair[0])
+        return (*place, over)
+
+
+class Search:
+    """All choices for one request. Pure and deterministic: same inputs, same answers."""
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        card: ModelCard,
+        request: Request,
+        preset: HardwarePreset,
+        allowed: Abilities = RUNTIME,
+    ) -> None:
+        """Prepare the options.
+
+        Raises:
+            PlanError: the preset wants a GPU and there is none; or the card has no coefficients.
+        """
+        if card.coefficients is None:
+            raise PlanError(f"{card.title} was not measured by the simulator, so it cannot be planned exactly.")
+        self.coefficients: Coefficients = card.coefficients
+        self.hardware, self.preset, self.request = hardware, preset, request
+        self.budget: Budget = budget_of(hardware, preset)
+        self.usable = usable_gpus(hardware, preset)
+        self.task: Task = task_of(self.coefficients, request)
+        self.machine: Machine = machine(hardware, self.usable)
+        self._spaces: list[tuple[tuple[Gpu, ...], Space, tuple[int, ...], tuple[int, ...]]] = []
+        for gpus in self._sets(allowed):
+            space = space_of(self.task, self.machine, gpus, preset, allowed)
+            names = tuple(f"cuda:{gpu.index}" for gpu in gpus)
+            base = as_bytes([base_cost(self.task, names)], space.slots)
+            limits = tuple(self.budget.bytes[memory] for memory, _ in space.slots)
+            self._spaces.append((gpus, space, base, limits))
+
+    def _sets(self, allowed: Abilities) -> list[tuple[Gpu, ...]]:
+        cards = worth_using(self.usable, self.budget)
+        # where all goes to one card, one set each: else a context would be counted on cards that are not used
+        sets = gpu_sets(cards, self.preset) if allowed.mixed else tuple((gpu,) for gpu in cards)
+        return [*sets, *([()] if self.preset.device != "gpu" else [])]
+
+    def best(self) -> Found | None:
+        """The fastest that fits. Beside a GPU the CPU counts only where it ends within the time limit."""
+        found: Found | None = None
+        for gpus, space, base, limits in self._spaces:
+            choice = fastest(space, base, limits)
+            if choice is None or (self.usable and not gpus and choice.seconds > self.request.timeout_seconds):
+                continue
+            if found is None or choice.seconds < found.choice.seconds:
+                found = Found(choice, space, gpus, limits)
+        return found
+
+    def unlimited(self) -> float:
+        """Seconds that the run would take here with endless memory: what a shortage costs is measured against it."""
+        whole = [space.groups for _, space, _, _ in self._spaces if all(space.groups)]
+        return min((sum(options[0].seconds for options in groups) for groups in whole), default=math.inf)
+
+    def nearest(self) -> Found | None:
+        """What is least over budget: on the cards where there are any, for the CPU is no answer to a small card."""
+        found: Found | None = None
+        for gpus, space, base, limits in self._spaces:
+            choice = least_over(space, base, limits)
+            if choice is None or (found is not None and not gpus):
+                continue
+            if found is None or sum(choice.over) < sum(found.choice.over):
+                found = Found(choice, space, gpus, limits)
+        return found
+
+    def ladder(self, above: Found) -> list[Found]:
+        """Smaller plans on the same cards, each with at most `RUNG_STEP` of the VRAM of the one before."""
+        rungs: list[Found] = []
+        _, space, base, limits = next(entry for entry in self._spaces if entry[0] == above.gpus)
+        used = above.choice.bytes
+        while above.gpus and len(rungs) < RUNGS:
+            peaks: dict[str, int] = {}
+            for (memory, _), size in zip(space.slots, used, strict=True):
+                peaks[memory] = max(peaks.get(memory, 0), size)
+            tighter = tuple(
+                min(limit, int(peaks[memory] * RUNG_STEP)) if memory.startswith("cuda") else limit
+                for (memory, _), limit in zip(space.slots, limits, strict=True)
+            )
+            choice = fastest(space, base, tighter)
+            if choice is None:
+                break
+            rungs.append(Found(choice, space, above.gpus, limits))
+            used = choice.bytes
+        return rungs
+
+    def estimate(self, found: Found) -> Estimate:
+        """The parts of a choice; their sums are the numbers that it was chosen by."""
+        placements = found.placements
+        costs = [cost_of(self.task, self.machine, placement, tiling=found.tiling) for placement in placements]
+        return add_up([base_cost(self.task, devices_of(placements)), *costs])

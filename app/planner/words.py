@@ -1,0 +1,135 @@
+"""Plans in plain words: the reasons, what each part is held by, how long things take."""
+
+from __future__ import annotations
+
+from app.planner.search import Found, Search
+from app.plans import Estimate
+from app.presets import format_bytes
+from app.schema import Abilities, HardwarePreset, Placement, Stage, Strategy
+from app.workload import stage_of
+
+STAGE_DOING = {
+    Stage.LOAD: "loading the model",
+    Stage.ENCODE: "reading the prompt",
+    Stage.DENOISE: "making the video",
+    Stage.DECODE: "decoding the frames",
+    Stage.EXPORT: "writing the file",
+}
+_HELD = {
+    Strategy.RESIDENT: "on {device} all the time",
+    Strategy.MODEL_OFFLOAD: "in RAM, on {device} as a whole while at work",
+    Strategy.BLOCK: "in RAM, passing through {device} block by block",
+    Strategy.LEAF: "in RAM, passing through {device} layer by layer",
+    Strategy.DISK: "read from the disk at each pass, through {device}",
+    Strategy.CPU: "computing on the CPU",
+}
+
+
+def held_words(placement: Placement, titles: dict[str, str]) -> str:
+    """`in RAM, passing through the RTX 3060 block by block, copies hidden behind the computation, stored in 8 bits`."""
+    device = titles.get(placement.device, placement.device)
+    words = _HELD[placement.strategy].format(device=device)
+    if placement.shards:
+        spread = " and ".join(
+            f"{shard.count} on {titles.get(shard.device, shard.device)}" for shard in placement.shards
+        )
+        words = f"spread over the cards in blocks: {spread}"
+    if placement.strategy is Strategy.BLOCK and (placement.num_blocks_per_group or 1) > 1:
+        words += f", {placement.num_blocks_per_group} at a time"
+    if placement.use_stream:
+        words += ", copies hidden behind the computation"
+        words += " (weights pinned as they travel)" if placement.low_cpu_mem_usage else " (weights page-locked in RAM)"
+    if placement.storage_dtype is not None:
+        words += ", stored in 8 bits"
+    return words
+
+
+def duration(seconds: float) -> str:
+    """`40 s`, `12 min`, `3.5 h`: as exact as a prediction deserves."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def titles_of(search: Search) -> dict[str, str]:
+    """Device names as people know them; with the number where two cards have the same name."""
+    names = [gpu.name for gpu in search.usable]
+    return {
+        f"cuda:{gpu.index}": f"the {gpu.name}" + (f" (cuda:{gpu.index})" if names.count(gpu.name) > 1 else "")
+        for gpu in search.usable
+    }
+
+
+def reasons_of(search: Search, found: Found, estimate: Estimate, *, sure: bool) -> tuple[str, ...]:
+    """Why this plan: the room there is, how each part is held, the tightest moment, the format, the time."""
+    titles, budget = titles_of(search), search.budget
+    reasons = []
+    if not found.gpus:
+        preset_says = search.preset.device == "cpu"
+        why = "no GPU is used: the preset says so" if preset_says else "no GPU was found: the CPU computes"
+        reasons.append("nothing fits the GPU's memory: the CPU computes" if search.usable and not preset_says else why)
+    for gpu in found.gpus:
+        name = f"cuda:{gpu.index}"
+        held = [process for process in gpu.processes if process.used_bytes]
+        others = "; in use by " + ", ".join(
+            f"{process.name} ({format_bytes(process.used_bytes or 0)})" for process in held[:3]
+        )
+        reasons.append(f"{titles[name].removeprefix('the ')}: {budget.words[name]}{others if held else ''}")
+    if found.gpus:
+        reasons += [f"{', '.join(names)}: {words}" for words, names in _together(found, titles).items()]
+    if found.tiling:
+        reasons.append("the frames are decoded in tiles: that takes less memory and a little longer")
+    for name in (*(f"cuda:{gpu.index}" for gpu in found.gpus), "ram"):
+        if name in estimate.memories:
+            reasons.append(_tightest(name, titles, estimate, budget.bytes[name]))
+    dtypes = list(dict.fromkeys(placement.dtype for placement in found.placements))
+    main = next(placement for placement in found.placements if stage_of(placement.component) is Stage.DENOISE)
+    where = "most CPUs compute 16-bit formats slowly" if main.device == "cpu" else "what the card computes fast"
+    rest = ", ".join(dtype for dtype in dtypes if dtype != main.dtype)
+    reasons.append(f"{main.dtype}: {where}" + (f"; {rest} for parts that want it" if rest else ""))
+    reasons.append(_time_words(search, estimate))
+    if not sure:
+        reasons.append("some sizes of this model are its class's defaults, compared with nothing: they may be off")
+    return tuple(reasons)
+
+
+def unmet_words(preset: HardwarePreset, allowed: Abilities) -> tuple[str, ...]:
+    """What the preset wants and the side that applies the plan cannot do."""
+    unmet = []
+    if (preset.max_gpus or 1) > 1 and not allowed.mixed:
+        unmet.append("this version computes on one device at a time: the other cards stay free")
+    if preset.prefer_disk and Strategy.DISK not in allowed.strategies:
+        unmet.append("this version does not read weights from the disk while it computes: only the RAM limit holds")
+    return tuple(unmet)
+
+
+def _together(found: Found, titles: dict[str, str]) -> dict[str, list[str]]:
+    """Components by how they are held, so that one sentence tells of all that are held alike."""
+    groups: dict[str, list[str]] = {}
+    for placement in found.placements:
+        groups.setdefault(held_words(placement, titles), []).append(placement.component)
+    return groups
+
+
+def _tightest(memory: str, titles: dict[str, str], estimate: Estimate, limit: int) -> str:
+    stage = max(Stage, key=lambda stage: estimate.bytes(memory, stage))
+    need = estimate.bytes(memory, stage)
+    name = "RAM" if memory == "ram" else f"VRAM on {titles.get(memory, memory)}"
+    words = f"most {name} is needed while {STAGE_DOING[stage]}: {format_bytes(need)} of {format_bytes(limit)} usable"
+    reserve = sum(
+        part.bytes for part in estimate.memory
+        if part.memory == memory and part.stage is stage and part.kind in ("reserve", "context")
+    )  # fmt: skip
+    return words + (f", {format_bytes(reserve)} of it margin and the driver's own" if reserve else "")
+
+
+def _time_words(search: Search, estimate: Estimate) -> str:
+    total, longest = estimate.seconds(), max(Stage, key=estimate.seconds)
+    words = f"about {duration(total)}, {duration(estimate.seconds(longest))} of it {STAGE_DOING[longest]}"
+    hidden = sum(part.seconds for part in estimate.time if part.kind in ("transfer", "read") and part.stage is longest)
+    if hidden > 0.05 * total and longest is not Stage.LOAD:
+        words += f" ({duration(hidden)} waiting for weights)"
+    words += f"; reckoned from {'; '.join(search.machine.sources) if search.usable else 'an assumed CPU speed'}"
+    if total > search.request.timeout_seconds:
+        words += f"; that is longer than the time limit of {duration(search.request.timeout_seconds)}"
+    return words

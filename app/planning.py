@@ -1,0 +1,159 @@
+"""`pocketreel plan`: plans for this machine or an imagined one, without submitting anything.
+
+A plan is shown with all that the planner knows; beside it stands what this version runs, which may be less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from app import hardware, planner, presets
+from app.config import Settings
+from app.errors import InvalidRequest, PlanError
+from app.planner.imagine import imagine
+from app.planner.table import Cliff, FitRow, cliffs, fit_table, how_words
+from app.resolve import resolve
+from app.schema import Draft, Hardware, HardwarePreset, ModelCard, Notice, Plan, Request, Value
+
+_PROMPT = "a red ball"
+"""Any prompt: plans reckon with the longest one anyway."""
+
+
+class Asked(Value):
+    """What `pocketreel plan` was asked for. Sizes are text as typed: `8GiB`."""
+
+    model: str = "built-in"
+    preset: str = "auto"
+    width: int | None = None
+    height: int | None = None
+    num_frames: int | None = None
+    num_inference_steps: int | None = None
+    vram: str | None = None
+    ram: str | None = None
+    gpus: str | None = None
+    """Several cards: `6GiB,12GiB`."""
+
+
+class Outlook(Value):
+    """A plan with everything allowed, and what this version makes of the same request."""
+
+    request: Request
+    notices: tuple[Notice, ...]
+    title: str
+    plan: Plan | None
+    error: str | None = None
+    """Why there is no plan."""
+    runs: bool
+    """This version runs a plan for it, if not this one."""
+    this_version: Plan | None = None
+    """The plan that this version runs; None where it runs none."""
+    this_version_error: str | None = None
+
+    @property
+    def runs_words(self) -> str:
+        """What this version does with it, for people."""
+        if self.this_version is None:
+            return f"This version cannot apply that plan yet, and has none of its own: {self.this_version_error}"
+        if self.plan is not None and self.this_version.placements == self.plan.placements:
+            return "This version runs this plan as it is."
+        known = ", ".join(sorted(planner.RUNTIME.strategies))
+        return f"This version holds the whole pipeline in one way ({known}): {how_words(self.this_version.placements)}."
+
+
+class Planning:
+    """The catalogue and the machine, probed once."""
+
+    def __init__(self, settings: Settings, asked: Asked) -> None:
+        """Probe the machine and read the catalogue.
+
+        Raises:
+            InvalidRequest: a size that is none, an unknown preset.
+            PresetError: a bundled preset is broken.
+        """
+        self.asked = asked
+        self.catalogue = presets.load_catalogue(settings)
+        self.preset: HardwarePreset = presets.find_hardware(self.catalogue, asked.preset)
+        found = hardware.probe(settings)
+        if asked.vram is not None and asked.gpus is not None:
+            raise InvalidRequest("Give --vram for one card or --gpus for several, not both.", field="vram")
+        cards = asked.gpus or asked.vram
+        self.hardware: Hardware = imagine(
+            found,
+            vram=[_size("gpus" if asked.gpus else "vram", part) for part in cards.split(",")] if cards else [],
+            ram_bytes=_size("ram", asked.ram) if asked.ram is not None else None,
+        )
+
+    def outlook(self) -> Outlook:
+        """The plan for one model.
+
+        Raises:
+            BadInput: something asked for is wrong.
+        """
+        card = presets.find_card(self.catalogue, self.asked.model)
+        request, notices = self._request(card)
+        counts = presets.tensor_counts(card)
+        plan, error = self._plan(card, request, counts, everything=True)
+        own, own_error = self._plan(card, request, counts, everything=False)
+        return Outlook(
+            request=request,
+            notices=tuple(notice for notice in notices if notice.field != "prompt"),
+            title=card.title,
+            plan=plan,
+            error=error,
+            runs=own is not None,
+            this_version=own,
+            this_version_error=own_error,
+        )
+
+    def table(self) -> tuple[FitRow, ...]:
+        """Every model of the catalogue."""
+        cards = self.catalogue.models.values()
+        return fit_table(self.hardware, [(card, self._request(card)[0]) for card in cards], self.preset)
+
+    def cliffs(self) -> tuple[str, tuple[Cliff, ...]]:
+        """The model's title and its cliffs.
+
+        Raises:
+            BadInput: something asked for is wrong.
+            PlanError: the model was not measured by the simulator.
+        """
+        card = presets.find_card(self.catalogue, self.asked.model)
+        return card.title, cliffs(self.hardware, card, self._request(card)[0], self.preset)
+
+    def _request(self, card: ModelCard) -> tuple[Request, Sequence[Notice]]:
+        asked = self.asked
+        draft = Draft(
+            model=card.id,
+            preset=self.preset.id,
+            prompt=_PROMPT,
+            width=asked.width,
+            height=asked.height,
+            num_frames=asked.num_frames,
+            num_inference_steps=asked.num_inference_steps,
+            seed=0,
+        )
+        return resolve(draft, card, self.preset)
+
+    def _plan(
+        self, card: ModelCard, request: Request, counts: dict[str, dict[str, int]] | None, *, everything: bool
+    ) -> tuple[Plan | None, str | None]:
+        try:
+            plan = planner.plan(
+                self.hardware,
+                card,
+                request,
+                self.preset,
+                counts,
+                allowed=planner.EVERYTHING if everything else planner.RUNTIME,
+                presets=self.catalogue.hardware.values(),
+            )
+        except PlanError as error:
+            return None, str(error)
+        return plan, None
+
+
+def _size(field: str, text: str) -> int:
+    try:
+        return presets.parse_bytes(text)
+    except ValueError as error:
+        raise InvalidRequest(f"--{field}: {error}.", field=field) from None

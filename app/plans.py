@@ -1,0 +1,177 @@
+"""What a plan is made of: where each component lives, what is predicted of it and from which parts."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from app.value import Bytes, Seconds, Value
+
+
+class Stage(StrEnum):
+    """The stages of a run, in their order."""
+
+    LOAD = "load"
+    ENCODE = "encode"
+    DENOISE = "denoise"
+    DECODE = "decode"
+    EXPORT = "export"
+
+
+class Strategy(StrEnum):
+    """Where a component lives. Prices in VRAM / RAM: w = its weights, b = its largest block, l = its largest leaf,
+    o = what is in no block, n = blocks per group. Working memory comes on top.
+
+    resident        w / 0                fastest
+    model_offload   w while used / w     one copy in and out per stage
+    block           o + n b / w          copied in and out at each forward; with a stream one b more, copies hidden
+    leaf            l / w                the same, layer by layer: least VRAM, most overhead
+    disk            2 b / 2 b            read from the checkpoint's own files at each forward, nothing is written
+    cpu             0 / w                computes on the CPU
+
+    With `use_stream` the weights lie page-locked in RAM, each tensor rounded up to a power of two, unless
+    `low_cpu_mem_usage` pins them one by one while they travel.
+    """
+
+    RESIDENT = "resident"
+    MODEL_OFFLOAD = "model_offload"
+    BLOCK = "block"
+    LEAF = "leaf"
+    DISK = "disk"
+    CPU = "cpu"
+
+
+class Abilities(Value):
+    """What the side that applies a plan can do. The planner never plans beyond it."""
+
+    strategies: frozenset[Strategy]
+    mixed: bool = False
+    """Components may differ in strategy and device."""
+    shards: bool = False
+    """A component's blocks may be spread over several devices."""
+    fp8_storage: bool = False
+    dtypes: bool = False
+    """Components may differ in dtype, e.g. a VAE in float32 beside a transformer in float16."""
+
+
+class Shard(Value):
+    """Consecutive blocks of a component on one device, counted over its block lists in their order."""
+
+    device: str
+    first_block: int = Field(ge=0)
+    count: int = Field(ge=1)
+
+
+class Placement(Value):
+    """How one component of the pipeline is held."""
+
+    component: str
+    strategy: Strategy
+    device: str
+    """torch device it computes on, e.g. `cuda:0` or `cpu`; of a sharded one the device of all that is in no block."""
+    dtype: str
+    """`float32`, `bfloat16` or `float16`."""
+    weight_bytes: Bytes
+    num_blocks_per_group: int | None = None
+    """Of `block` only."""
+    use_stream: bool = False
+    record_stream: bool = False
+    """Never planned: its peak has no bound when the GPU lags behind the copies."""
+    low_cpu_mem_usage: bool = False
+    storage_dtype: str | None = None
+    """`float8_e4m3fn`: weights are stored in it and cast to `dtype` before use. None: stored in `dtype`."""
+    shards: tuple[Shard, ...] = ()
+
+
+class MemoryPart(Value):
+    """One contribution to what a memory holds in a stage."""
+
+    memory: str
+    """`cuda:0`, ..., `ram`, or `pinned` (page-locked RAM, which is counted in `ram` too)."""
+    stage: Stage
+    component: str
+    kind: Literal["weights", "working", "context", "reserve", "worker", "frames"]
+    bytes: Bytes
+
+
+class TimePart(Value):
+    """One contribution to the seconds of a stage. Transfers count only as far as no computation hides them."""
+
+    stage: Stage
+    component: str
+    kind: Literal["read", "transfer", "compute", "overhead"]
+    seconds: Seconds
+
+
+OUTSIDE_TORCH = ("context", "reserve")
+"""Kinds of VRAM that torch's count of allocated bytes does not show: the CUDA context, and room for fragmentation."""
+
+
+class Estimate(Value):
+    """Predicted bytes and seconds: nothing but the sums of its parts."""
+
+    memory: tuple[MemoryPart, ...]
+    time: tuple[TimePart, ...]
+
+    @property
+    def memories(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(part.memory for part in self.memory))
+
+    def bytes(self, memory: str, stage: Stage, *, allocated: bool = False) -> int:
+        """Held in that memory at the stage's peak; `allocated` leaves out what torch does not count."""
+        return sum(
+            part.bytes
+            for part in self.memory
+            if part.memory == memory
+            and part.stage is stage
+            and not (allocated and memory not in ("ram", "pinned") and part.kind in OUTSIDE_TORCH)
+        )
+
+    def peak(self, memory: str, *, allocated: bool = False) -> int:
+        """The largest of the stages."""
+        return max(self.bytes(memory, stage, allocated=allocated) for stage in Stage)
+
+    def seconds(self, stage: Stage | None = None) -> float:
+        """Of a stage, or of the whole run."""
+        return sum(part.seconds for part in self.time if stage is None or part.stage is stage)
+
+
+class Arrangement(Value):
+    """How the whole pipeline is held, and what is predicted of it."""
+
+    device: str
+    """Where latents live and most is computed."""
+    dtype: str
+    strategy: Strategy
+    """Of the denoiser, and of every component without a placement of its own: of all, where sizes were unknown when the
+    plan was made."""
+    placements: tuple[Placement, ...]
+    vae_tiling: bool = False
+    threads: int | None = None
+    """CPU threads torch may use; None leaves torch's choice."""
+    predicted_ram_bytes: Bytes
+    predicted_vram_bytes: dict[str, int] = Field(default_factory=dict)
+    """Peak that torch will count as allocated, by device name; empty when no GPU is used."""
+    predicted_seconds: Seconds | None = None
+    """Of the whole run with the model loaded anew; None where the rule is too coarse to say."""
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        return tuple(dict.fromkeys(placement.strategy for placement in self.placements))
+
+
+class Plan(Arrangement):
+    """What the worker will do, and why. Made by `planner.plan`, applied by `runtime.placement`."""
+
+    estimate: Estimate | None = None
+    """None: no coefficients are known of this model, so the coarse rule was used."""
+    ladder: tuple[Arrangement, ...] = ()
+    """Smaller plans to fall back to, each with less VRAM than the one before."""
+
+    def rung(self, number: int) -> Plan:
+        """The plan of one rung, with the rungs below it as its ladder; without an estimate."""
+        fields = {name: getattr(self.ladder[number], name) for name in Arrangement.model_fields}
+        return Plan(**fields, ladder=self.ladder[number + 1 :])

@@ -1,0 +1,123 @@
+"""What a request means to a model: its tokens, forwards and working memory, and what its components weigh as held."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from app.coefficients import Coefficients, ComponentFacts
+from app.schema import Request, Stage
+
+FRAME_COPIES: Final = 3
+"""ASSUMED: float32 copies of all frames at once on the way from the VAE to the file."""
+FP8_UNCAST: Final = {
+    "CogVideoXTransformer3DModel": 0.145,
+    "WanTransformer3DModel": 0.02,
+    "Kandinsky5Transformer3DModel": 0,
+}
+"""Share of the 16-bit weights that layerwise casting leaves alone (norms, embeddings), from facts/memory.md's table."""
+FP8_UNCAST_OTHERS: Final = 0.1
+"""ASSUMED for transformers that are not in the table."""
+FP8_PINNED: Final = 1.1
+"""Page-locked rounding is worse for half-sized tensors: Kandinsky 5 Pro 1.27 instead of 1.17 (facts/memory.md)."""
+BATCHED_GUIDANCE: Final = ("CogVideoX", "LTX", "Mochi")
+"""Pipelines (by the beginning of their name) that run guidance as one batch of two; the others run two forwards."""
+EMBEDDED_GUIDANCE: Final = ("HunyuanVideoPipeline", "HunyuanVideoImageToVideoPipeline")
+"""Pipelines whose guidance scale is an input of the model: one forward a step."""
+
+
+class Task(NamedTuple):
+    """What is asked of the model, in the numbers that all laws use."""
+
+    coefficients: Coefficients
+    pixels: int
+    """Of a frame."""
+    num_frames: int
+    steps: int
+    tokens: int
+    forwards: int
+    """Of the denoiser in one step: how often its weights are needed."""
+    batch: int
+    """Videos in one forward."""
+    prompts: int
+    """Texts to encode."""
+    denoise_bytes: int
+    decode_bytes: int
+    tiled_bytes: int | None
+    picture: bool
+    """The pipeline starts from a picture, which its VAE encodes first."""
+
+    @property
+    def frame_bytes(self) -> int:
+        """The finished frames, [num_frames, height, width, 3] in float32, in all their copies."""
+        return self.num_frames * self.pixels * 3 * 4 * FRAME_COPIES
+
+
+class Sizes(NamedTuple):
+    """A component in the number format in which it is held."""
+
+    weights: int
+    block: int
+    other: int
+    leaf: int
+    pinned: int
+
+
+def task_of(coefficients: Coefficients, request: Request) -> Task:
+    """The request in the model's own numbers. Working memory includes the laws' own largest error."""
+    size = (request.height, request.width, request.num_frames)
+    guided = request.guidance_scale > 1 and coefficients.denoise_guided is not None
+    if coefficients.pipeline in EMBEDDED_GUIDANCE:
+        passes = 1
+    else:  # a guider object runs guidance whatever the request says
+        passes = 2 if guided or coefficients.denoise_guided is None else 1
+    batched = coefficients.pipeline.startswith(BATCHED_GUIDANCE)
+    law = coefficients.denoise_guided if guided and coefficients.denoise_guided is not None else coefficients.denoise
+    tokens, tiled = coefficients.lattice.tokens(*size), coefficients.decode_tiled
+    return Task(
+        coefficients=coefficients,
+        pixels=request.height * request.width,
+        num_frames=request.num_frames,
+        steps=request.num_inference_steps,
+        tokens=tokens,
+        forwards=1 if batched else passes,
+        batch=passes if batched else 1,
+        prompts=passes,
+        denoise_bytes=round(law.bytes(tokens) * (1 + law.max_error)),
+        decode_bytes=round(coefficients.decode.bytes(*size) * (1 + coefficients.decode.max_error)),
+        tiled_bytes=None if tiled is None else round(tiled.bytes(*size) * (1 + tiled.max_error)),
+        picture="ImageToVideo" in coefficients.pipeline or "I2V" in coefficients.pipeline,
+    )
+
+
+def stage_of(component: str) -> Stage:
+    """When a component of a diffusers pipeline works."""
+    if component.startswith(("text_encoder", "image_encoder", "connectors")):
+        return Stage.ENCODE
+    return Stage.DENOISE if component.startswith(("transformer", "unet")) else Stage.DECODE
+
+
+def sizes_of(facts: ComponentFacts, dtype: str, storage_dtype: str | None = None) -> Sizes:
+    """Bytes of a component held in `dtype`, whatever it was fitted in; with 8-bit storage what is not kept shrinks."""
+    kept = facts.fp32_bytes
+    weights = stored_bytes(facts) if dtype != "float32" else float32_bytes(facts)
+    scale = weights / max(facts.weight_bytes, 1)
+    pinned = facts.pinned_bytes * scale
+    if storage_dtype is not None:
+        uncast = FP8_UNCAST.get(facts.class_name, FP8_UNCAST_OTHERS)
+        stored = kept + (weights - kept) * (1 + uncast) / 2
+        pinned *= stored / max(weights, 1) * FP8_PINNED
+        weights = round(stored)
+    block = facts.largest_block_bytes * weights / max(facts.weight_bytes, 1)
+    # in 8 bits, what is in no block is left alone for the most part, and a layer is cast up when it works
+    other, leaf = facts.other_bytes * scale, facts.largest_leaf_bytes * scale
+    return Sizes(weights, round(block), round(other), round(leaf), round(pinned))
+
+
+def stored_bytes(facts: ComponentFacts) -> int:
+    """In 16 bit, as on the disk and on most cards."""
+    return -(-facts.weight_bytes // 2) if facts.dtype == "float32" else facts.weight_bytes
+
+
+def float32_bytes(facts: ComponentFacts) -> int:
+    """In 32 bit: twice of all that is not kept in it anyway."""
+    return facts.weight_bytes if facts.dtype == "float32" else 2 * facts.weight_bytes - facts.fp32_bytes
