@@ -94,6 +94,8 @@ class Planning:
         counts = presets.tensor_counts(card)
         plan, error = self._plan(card, request, counts, everything=True)
         own, own_error = self._plan(card, request, counts, everything=False)
+        if "t2v" not in card.tasks:
+            own, own_error = None, f"{card.title} needs a start image, which this version cannot take."
         return Outlook(
             request=request,
             notices=tuple(notice for notice in notices if notice.field != "prompt"),
@@ -132,7 +134,8 @@ class Planning:
             num_inference_steps=asked.num_inference_steps,
             seed=0,
         )
-        return resolve(draft, card, self.preset)
+        # a model that starts from a picture is planned too, although this version refuses to run it
+        return resolve(draft, card.model_copy(update={"tasks": ("t2v",)}), self.preset)
 
     def _plan(
         self, card: ModelCard, request: Request, counts: dict[str, dict[str, int]] | None, *, everything: bool

@@ -114,6 +114,19 @@ def test_the_table_says_of_every_model_whether_it_fits(catalogue: Settings) -> N
     assert rows["my-wan"]["vram_bytes"] < 80 * GIB
 
 
+def test_a_model_that_starts_from_a_picture_is_planned_but_not_run(catalogue: Settings) -> None:
+    folder = catalogue.user_presets / "models"
+    card = CARD.format(id="my-i2v", more='tasks = ["i2v"]\ncoefficients = "my-cog"')
+    (folder / "my-i2v.toml").write_text(card, "utf-8")
+    planned = tables.answer(catalogue, Asked(model="my-i2v", vram="80GiB", ram="128GiB"))
+    assert planned.document["runs"] is False
+    assert "needs a start image" in text_of(planned)
+    rows = {
+        row["model"]: row for row in tables.answer(catalogue, Asked(vram="80GiB", ram="128GiB"), every=True).document
+    }
+    assert (rows["my-cog"]["runs"], rows["my-i2v"]["runs"]) == (True, False)
+
+
 def test_cliffs_are_where_a_step_costs_more_than_it_adds(catalogue: Settings) -> None:
     answer = tables.answer(catalogue, Asked(model="my-wan", vram="10GiB", ram="48GiB"), cliff=True)
     assert answer.document

@@ -82,7 +82,7 @@ def fit_table(
     for card, request in requests:
         # the same object where cards share a file; a model that was not measured is known by its id
         measured = id(card.coefficients) if card.coefficients is not None else card.id
-        key = (measured, request.model_copy(update={"model": "", "negative_prompt": None}), card.lattice)
+        key = (measured, request.model_copy(update={"model": "", "negative_prompt": None}), card.lattice, card.tasks)
         if key not in known:
             known[key] = _row(hardware, card, request, preset)
         rows.append(known[key].model_copy(update={"model": card.id, "title": card.title}))
@@ -110,7 +110,7 @@ def _row(hardware: Hardware, card: ModelCard, request: Request, preset: Hardware
             "vram_bytes": max((size for memory, size in peaks.items() if memory.startswith("cuda")), default=None),
             "ram_bytes": peaks["ram"],
             "how": how_words(found.placements),
-            "runs": Search(hardware, card, request, preset, RUNTIME).best() is not None,
+            "runs": "t2v" in card.tasks and Search(hardware, card, request, preset, RUNTIME).best() is not None,
         }
     )
 
