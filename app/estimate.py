@@ -18,7 +18,7 @@ from app.plans import MemoryPart, TimePart
 from app.schema import GIB, Estimate, Placement, Request, Stage, Strategy
 from app.speed import Machine
 from app.timing import Seconds, times
-from app.workload import Sizes, Task, sizes_of, stage_of, task_of
+from app.workload import Sizes, Task, sizes_of, stage_of, stored_bytes, task_of
 
 WORKER_BASE_BYTES: Final = int(0.9 * GIB)
 """A worker with torch and diffusers imported and no model: 0.75 GiB seen in a job that failed to load; rounded up."""
@@ -72,7 +72,8 @@ def cost_of(task: Task, machine: Machine, placement: Placement, *, tiling: bool,
     if task.picture and placement.component == "vae" and placement.strategy is Strategy.MODEL_OFFLOAD:
         # diffusers' hooks leave the VAE of image-to-video on the card while it denoises (facts/diffusers-0.42-traps.md)
         held = [*held, _weights(placement, placement.device, (Stage.ENCODE, Stage.DENOISE), sizes.weights)]
-    return Cost(tuple(held), tuple(active), tuple(times(task, machine, placement, facts, sizes, tiling=tiling)))
+    on_disk = _weights(placement, "disk", RESTING, stored_bytes(facts))
+    return Cost((*held, on_disk), tuple(active), tuple(times(task, machine, placement, facts, sizes, tiling=tiling)))
 
 
 def _working(task: Task, placement: Placement, facts: ComponentFacts, stage: Stage, *, tiling: bool) -> int:

@@ -89,7 +89,7 @@ class MemoryPart(Value):
     """One contribution to what a memory holds in a stage."""
 
     memory: str
-    """`cuda:0`, ..., `ram`, or `pinned` (page-locked RAM, which is counted in `ram` too)."""
+    """`cuda:0`, ..., `ram`, `pinned` (page-locked RAM, which is counted in `ram` too), or `disk` (its files)."""
     stage: Stage
     component: str
     kind: Literal["weights", "working", "context", "reserve", "worker", "frames"]

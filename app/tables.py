@@ -85,8 +85,10 @@ def stage_table(plan: Plan) -> Table:
     """Seconds of each stage, and what each memory holds at its peak, margin and context included."""
     estimate = plan.estimate
     assert estimate is not None  # noqa: S101 - the caller looked
-    memories = sorted(estimate.memories, key=lambda name: (not name.startswith("cuda"), name != "ram", name))
-    names = {"ram": "RAM", "pinned": "of it page-locked"}
+    memories = sorted(
+        estimate.memories, key=lambda name: (not name.startswith("cuda"), name != "ram", name != "pinned", name)
+    )
+    names = {"ram": "RAM", "pinned": "of it page-locked", "disk": "disk"}
     table = _table("stage", "time", *(names.get(memory, f"VRAM {memory}") for memory in memories))
     for stage in Stage:
         sizes = [format_bytes(estimate.bytes(memory, stage)) for memory in memories]

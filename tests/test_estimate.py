@@ -116,6 +116,14 @@ def test_the_context_and_the_margin_are_parts_that_torch_does_not_count() -> Non
     assert frames == [480 * 832 * 81 * 12 * 3]
 
 
+def test_the_files_on_the_disk_are_counted_in_16_bit_and_nothing_is_written_there() -> None:
+    for way in ({"strategy": Strategy.DISK}, WAYS["fp8 resident"]):
+        found = predicted(models.WAN, **way)
+        weights = 26.67 + 10.58 + 0.48 / 2  # the VAE was fitted in float32
+        assert found.peak("disk") / GIB == pytest.approx(weights, rel=0.001)
+        assert len({found.bytes("disk", stage) for stage in Stage}) == 1
+
+
 def test_guidance_doubles_the_forwards_or_the_batch() -> None:
     wan = task_of(models.WAN_14B, values.request(height=480, width=832, num_frames=81, guidance_scale=5.0))
     assert (wan.tokens, wan.forwards, wan.batch) == (32760, 2, 1)
