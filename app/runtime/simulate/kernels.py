@@ -47,7 +47,7 @@ def cpu_workspace_bytes(func: Any, args: tuple[Any, ...], out: torch.Tensor) -> 
     plain = all(n == 1 for n in (*stride, *dilation))
     if plain and all(n == 1 for n in weight.shape[2:]) and not any(padding):
         return 0  # the input itself serves as columns
-    if torch.backends.mkldnn.is_available() and _onednn_takes(x, weight, groups, plain):
+    if torch.backends.mkldnn.is_available() and _onednn_takes(x, weight, groups, plain):  # type: ignore[no-untyped-call]
         return 0
     columns = math.prod(weight.shape[1:]) * groups * math.prod(out.shape[2:]) * int(x.shape[0])
     return int(columns * x.element_size())
