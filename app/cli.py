@@ -97,6 +97,10 @@ def root(
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 shares the page on your LAN.")] = None,
     port: Annotated[int | None, typer.Option(help="Port of the page.")] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Another name the page is asked for by (a proxy's, a router's); repeatable."),
+    ] = None,
     browser: Annotated[bool, typer.Option(help="Open the page in your browser.")] = True,
 ) -> None:
     """Open the page (default: http://127.0.0.1:7860, for this machine only)."""
@@ -104,10 +108,16 @@ def serve(
     from app.jobs import JobService
     from app.web import server
 
-    settings = load_settings(host=host, port=port)
+    settings = load_settings(host=host, port=port, allowed_hosts=tuple(allow_host) if allow_host else None)
     service = JobService(settings)
     try:
-        server.serve(service, host=settings.host, port=settings.port, open_browser=browser)
+        server.serve(
+            service,
+            host=settings.host,
+            port=settings.port,
+            open_browser=browser,
+            allowed_hosts=settings.allowed_hosts,
+        )
     finally:
         service.close()
 

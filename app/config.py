@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import platformdirs
 from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
 
 from app.errors import ConfigError
 
@@ -47,11 +53,18 @@ class Settings(BaseSettings):
     data_dir: Path = Field(default_factory=default_data_dir)
     host: str = "127.0.0.1"
     port: int = Field(7860, ge=0, le=65535)
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
+    """Further names that the page may be asked for by: a proxy, a router, a container. Commas between them."""
     worker_idle_seconds: float = Field(900.0, ge=0)
     """A warm worker that long without a job gives its memory back."""
     cancel_grace_seconds: float = Field(1.0, ge=0)
     """How long a cancel waits for the run to stop by itself before the worker's process group is ended."""
     log_files_kept: int = Field(20, ge=1)
+
+    @field_validator("allowed_hosts", mode="before")
+    @classmethod
+    def _names(cls, value: object) -> object:
+        return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
 
     @field_validator("data_dir")
     @classmethod

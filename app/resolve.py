@@ -34,7 +34,7 @@ def resolve(draft: Draft, card: ModelCard, preset: HardwarePreset) -> tuple[Requ
     if not prompt:
         raise InvalidRequest("The prompt is empty. Say what the video should show.", field="prompt")
     if card.vocabulary == "demo" and (unknown := unknown_words(prompt)):
-        words = ", ".join(unknown[:8]) + (", ..." if len(unknown) > 8 else "")
+        words = ", ".join(unknown[:8]) + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else "")
         notices.append(
             Notice(
                 field="prompt",
