@@ -33,7 +33,7 @@ def _run(path: Path, total: int, fail_at: int | None = None) -> tuple[nn.Module,
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     run_steps(path, {"model": model, "optimizer": optimizer}, total, step, save_seconds=0)
     return model, seen

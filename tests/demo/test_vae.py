@@ -61,7 +61,7 @@ def test_untrained_decoder_lets_colours_through(vae) -> None:
         drawn = vae.decode(vae.encode(frames).latent_dist.mode()).sample
     assert drawn.shape == frames.shape
     correlation = np.corrcoef(drawn.flatten().numpy(), frames.flatten().numpy())[0, 1]
-    assert correlation > 0.9
+    assert correlation > 0.85
 
 
 def test_decoder_batches_match_their_latents() -> None:
