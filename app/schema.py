@@ -346,7 +346,7 @@ class Report(Value):
 
     def peak_vram(self, *, reserved: bool = False) -> dict[str, int]:
         """Peak bytes by device over all stages; empty when no GPU was used."""
-        peaks: dict[str, int] = Field(default_factory=dict)
+        peaks: dict[str, int] = {}
         for stage in self.stages:
             by_device = stage.peak_vram_reserved_bytes if reserved else stage.peak_vram_allocated_bytes
             for device, value in by_device.items():
