@@ -48,7 +48,7 @@ for line in sys.stdin:
     frames = pipe(**a, generator=torch.Generator("cpu").manual_seed(seed), output_type="np").frames[0]
     writer = write_frames(target, (a["width"], a["height"]), fps=fps, macro_block_size=1, ffmpeg_log_level="error")
     writer.send(None)
-    pixels = (frames * 255).round().astype(numpy.uint8)
+    pixels = numpy.ascontiguousarray((frames * 255).round().astype(numpy.uint8))
     for frame in pixels:
         writer.send(frame)
     writer.close()
