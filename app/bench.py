@@ -3,6 +3,7 @@
 `startup`: process start to the page answering, against a bare Gradio "hello" page with the same Gradio.
 `overhead`: a warm built-in clip through service, worker and export, against a ten-line diffusers script that makes and
 writes the same clip; the frames must be identical. Runs alternate, so that a busy machine disturbs both alike.
+`link`: bandwidths of this machine, kept for the planner.
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from app import hardware
 from app.config import Settings, bundled
 from app.errors import GenerationFailed
+from app.hardware.measured import Link, Measured, disk_read_rate, keep_measured
 from app.jobs import JobService
+from app.presets import format_bytes
 from app.schema import Draft, JobStatus
+from app.worker import command_line
 
 _BARE_PAGE = """
 import sys
@@ -131,6 +137,54 @@ def overhead_text(result: dict[str, Any]) -> str:
         f"(medians of {result['rounds']}): {result['ratio']:.3f}x; frames "
         + ("identical" if result["frames_identical"] else "DIFFERENT")
     )
+
+
+def link(settings: Settings, seconds: float = 30.0) -> Measured:
+    """Measure in about that long, and keep for this machine: RAM to each GPU, RAM to RAM, reading from the disks.
+
+    Raises:
+        GenerationFailed: torch did not start; its message is in the error.
+        BadInput: the data folder cannot be written.
+    """
+    command = [*command_line("link"), str(seconds / 2)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 120, check=False)
+    if answer.returncode != 0:
+        raise GenerationFailed(
+            f"torch could not be asked: {answer.stderr.strip()[-500:]} `pocketreel doctor` may help."
+        )
+    told = json.loads(answer.stdout.splitlines()[-1])
+    found = hardware.probe(settings)
+    folders = {disk.path for disk in (found.data_disk, found.spill_disk, found.download_disk) if disk is not None}
+    disks: dict[str, float] = {}
+    by_device: dict[int, float | None] = {}
+    for folder in sorted(folders):
+        place = next(path for path in (folder, *folder.parents) if path.exists())
+        device = place.stat().st_dev
+        if device not in by_device:  # folders on one disk are measured once
+            by_device[device] = disk_read_rate(place, seconds / 4)
+        if (rate := by_device[device]) is not None:
+            disks[str(folder)] = rate
+    measured = Measured(
+        at=datetime.now(UTC),
+        links={uuid: Link.model_validate(rates) for uuid, rates in told["links"].items()},
+        disks=disks,
+        copy_bytes_per_second=told["copy"],
+    )
+    keep_measured(settings, measured)
+    return measured
+
+
+def link_text(measured: Measured, names: dict[str, str]) -> str:
+    """For people; `names` are the GPUs' by UUID."""
+    lines = [
+        f"{names.get(uuid, uuid)}: {format_bytes(int(one.pinned))}/s from page-locked RAM, "
+        f"{format_bytes(int(one.pageable))}/s from ordinary RAM"
+        for uuid, one in measured.links.items()
+    ] or ["no GPU that torch can use: no link to measure"]
+    if measured.copy_bytes_per_second:
+        lines.append(f"RAM to RAM, one thread: {format_bytes(int(measured.copy_bytes_per_second))}/s")
+    lines += [f"reading from {folder}: {format_bytes(int(rate))}/s" for folder, rate in measured.disks.items()]
+    return "\n".join([*lines, "Kept: plans on this machine use these figures from now on."])
 
 
 def _one_bare(script: subprocess.Popen[str]) -> tuple[float, str]:

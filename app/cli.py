@@ -1,4 +1,4 @@
-"""The command line: serve, generate, plan, history, probe, doctor, bench.
+"""The command line: serve, generate, history, probe, doctor; `cli_plan` adds plan, simulate, bench.
 
 People read the human output first; with `--json` exactly one JSON document goes to stdout and all else to stderr.
 Exit codes: 0 done, 2 bad input, 3 does not fit, 4 failed, 124 timed out, 130 canceled.
@@ -7,28 +7,24 @@ Exit codes: 0 done, 2 bad input, 3 does not fit, 4 failed, 124 timed out, 130 ca
 from __future__ import annotations
 
 import io
-import json
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from app import __version__
-from app.errors import BadInput, GenerationCanceled, GenerationFailed, InvalidRequest, PocketreelError, TimedOut
+from app.cli_plan import PASSED_ON, bench, plan, simulate
+from app.errors import GenerationCanceled, GenerationFailed, PocketreelError, TimedOut
+from app.shell import OWNER, AsJson, err, guarded, out, parse_size, print_json
 
 if TYPE_CHECKING:
     from app.jobs import JobService
     from app.schema import Draft, Job
-
-OWNER = "local"
-"""Who works at this machine itself: the command line, and the page when it is bound to the loopback address."""
 
 app = typer.Typer(
     name="pocketreel",
@@ -37,47 +33,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_out = Console(highlight=False, soft_wrap=True, emoji=False)
-_err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
-
-P = ParamSpec("P")
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout, all else to stderr.")]
-
-
-def _guarded(command: Callable[P, None]) -> Callable[P, None]:
-    """Our own errors become a message (a document with `--json`) and an exit code; anything else shows as a bug."""
-
-    @wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            command(*args, **kwargs)
-        except PocketreelError as error:
-            if kwargs.get("as_json"):
-                kind = error.kind if isinstance(error, GenerationFailed) else None
-                _print_json({"error": str(error), "kind": kind, "exit_code": error.exit_code})
-            else:
-                _err.print(f"[bold red]{_title(error)}[/] ", end="")
-                _err.print(str(error), markup=False)
-            raise typer.Exit(error.exit_code) from None
-        except BrokenPipeError:  # `pocketreel history | head`
-            sys.stderr.close()
-            raise typer.Exit(0) from None
-
-    return run
-
-
-def _title(error: PocketreelError) -> str:
-    if isinstance(error, BadInput):
-        return "Not started:"
-    if isinstance(error, GenerationCanceled):
-        return "Canceled."
-    return "Does not fit:" if error.exit_code == 3 else "Failed:"
-
-
-def _print_json(document: Any) -> None:
-    json.dump(document, sys.stdout, ensure_ascii=False, indent=2, default=str)
-    sys.stdout.write("\n")
-    sys.stdout.flush()
 
 
 @app.callback(invoke_without_command=True)
@@ -93,7 +48,7 @@ def root(
 
 
 @app.command()
-@_guarded
+@guarded
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 shares the page on your LAN.")] = None,
     port: Annotated[int | None, typer.Option(help="Port of the page.")] = None,
@@ -123,7 +78,7 @@ def serve(
 
 
 @app.command()
-@_guarded
+@guarded
 def generate(
     prompt: Annotated[str, typer.Argument(help="What the video should show.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The MP4 to write.")] = Path("clip.mp4"),
@@ -143,7 +98,7 @@ def generate(
     """Make one video without the page."""
     from app.schema import Draft
 
-    width, height = _size(size)
+    width, height = parse_size(size)
     draft = Draft(
         model=model,
         preset=preset,
@@ -161,16 +116,16 @@ def generate(
     with _service() as service:
         job = _generate(service, draft, output, overwrite=overwrite)
     if as_json:
-        _print_json(_document(job))
+        print_json(_document(job))
     else:
         from app.terminal import summary
 
-        _out.print(summary(job), markup=False)
+        out.print(summary(job), markup=False)
     _raise_for(job, quiet=as_json)
 
 
 @app.command()
-@_guarded
+@guarded
 def history(
     from_file: Annotated[
         Path | None, typer.Option("--from", help="Read the settings and the report out of an MP4 instead.")
@@ -186,9 +141,9 @@ def history(
 
         document = read_metadata(from_file)
         if as_json:
-            _print_json(document)
+            print_json(document)
         else:
-            _out.print(terminal.metadata_summary(document), markup=False)
+            out.print(terminal.metadata_summary(document), markup=False)
         return
     from app.config import load_settings
     from app.store import Store
@@ -199,17 +154,15 @@ def history(
     finally:
         store.close()
     if as_json:
-        _print_json([_document(job) for job in jobs])
+        print_json([_document(job) for job in jobs])
     elif not jobs:
-        _out.print(
-            'No videos yet. Make one: pocketreel generate "a red ball bouncing on a blue background" -o clip.mp4'
-        )
+        out.print('No videos yet. Make one: pocketreel generate "a red ball bouncing on a blue background" -o clip.mp4')
     else:
-        _out.print(terminal.job_table(jobs))
+        out.print(terminal.job_table(jobs))
 
 
 @app.command()
-@_guarded
+@guarded
 def probe(as_json: AsJson = False) -> None:
     """Show what this machine has: GPUs, RAM and its limits, disks."""
     from app import hardware, terminal
@@ -217,13 +170,13 @@ def probe(as_json: AsJson = False) -> None:
 
     found = hardware.probe(load_settings())
     if as_json:
-        _print_json(found.model_dump(mode="json"))
+        print_json(found.model_dump(mode="json"))
     else:
-        _out.print(terminal.hardware_summary(found), markup=False)
+        out.print(terminal.hardware_summary(found), markup=False)
 
 
 @app.command()
-@_guarded
+@guarded
 def doctor(
     worker: Annotated[bool, typer.Option(help="Also start a worker and ask its torch; takes seconds.")] = True,
     as_json: AsJson = False,
@@ -241,81 +194,11 @@ def doctor(
         findings += checks.compare(found, torch_view())
         findings = list(dict.fromkeys(findings))  # some show both in the files and in the worker
     if as_json:
-        _print_json([finding.model_dump(mode="json") for finding in findings])
+        print_json([finding.model_dump(mode="json") for finding in findings])
     else:
-        _out.print(terminal.findings_summary(findings), markup=False)
+        out.print(terminal.findings_summary(findings), markup=False)
     if any(finding.level == "problem" for finding in findings):
         raise typer.Exit(4)
-
-
-@app.command()
-@_guarded
-def plan(
-    model: Annotated[str, typer.Argument(help="Model id, a diffusers folder, or a Hub id owner/name.")] = "built-in",
-    every: Annotated[bool, typer.Option("--all", help="Show what fits of every model.")] = False,
-    cliff: Annotated[bool, typer.Option("--cliff", help="Find where a little more makes it much slower.")] = False,
-    size: Annotated[str | None, typer.Option(help="Width x height, e.g. 768x512.")] = None,
-    frames: Annotated[int | None, typer.Option(help="Number of frames.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
-    preset: Annotated[str, typer.Option(help="Hardware preset.")] = "auto",
-    vram: Annotated[str | None, typer.Option(help="Plan for a card of that size instead, e.g. 8GiB.")] = None,
-    gpus: Annotated[str | None, typer.Option(help="Plan for several cards instead, e.g. 6GiB,12GiB.")] = None,
-    ram: Annotated[str | None, typer.Option(help="Plan for that much RAM instead, e.g. 16GiB.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Say beforehand whether it fits, how, and how long it takes; nothing is started."""
-    from app import tables
-    from app.config import load_settings
-    from app.planning import Asked
-
-    width, height = _size(size)
-    asked = Asked(
-        model=model, preset=preset, width=width, height=height, num_frames=frames, num_inference_steps=steps,
-        vram=vram, ram=ram, gpus=gpus,
-    )  # fmt: skip
-    answer = tables.answer(load_settings(), asked, every=every, cliff=cliff)
-    if as_json:
-        _print_json(answer.document)
-        return
-    for part in answer.parts:
-        _out.print(part, markup=False) if isinstance(part, str) else _out.print(part)
-
-
-bench = typer.Typer(help="Measure this installation; the figures in the README come from here.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
-
-
-@bench.command()
-@_guarded
-def startup(
-    rounds: Annotated[int, typer.Option(min=1, help="Starts of each, alternating.")] = 5, as_json: AsJson = False
-) -> None:
-    """Time from process start to the page answering, against a bare Gradio page of the same version."""
-    from app import bench as benches
-
-    result = benches.startup(rounds)
-    _print_json(result) if as_json else _out.print(benches.startup_text(result), markup=False)
-
-
-@bench.command()
-@_guarded
-def overhead(
-    rounds: Annotated[int, typer.Option(min=1, help="Warm clips of each, alternating.")] = 5, as_json: AsJson = False
-) -> None:
-    """Warm time of a built-in clip against a ten-line diffusers script, and whether the frames are identical."""
-    from app import bench as benches
-
-    result = benches.overhead(rounds)
-    _print_json(result) if as_json else _out.print(benches.overhead_text(result), markup=False)
-
-
-def _size(text: str | None) -> tuple[int | None, int | None]:
-    if text is None:
-        return None, None
-    width, x, height = text.lower().replace("*", "x").partition("x")
-    if not (x and width.strip().isdecimal() and height.strip().isdecimal() and len(text) < 30):
-        raise InvalidRequest(f"The size {text!r} is not WIDTHxHEIGHT, e.g. 768x512.", field="size")
-    return int(width), int(height)
 
 
 @contextmanager
@@ -354,9 +237,9 @@ def _generate(service: JobService, draft: Draft, output: Path, *, overwrite: boo
 
     job = service.submit(draft, owner=OWNER, output_path=output, overwrite=overwrite)
     for notice in job.notices:
-        _err.print(f"Note: {notice.text}", markup=False)
+        err.print(f"Note: {notice.text}", markup=False)
     stop = threading.Event()
-    with _stop_signals(stop), terminal.progress_bar(_err) as bar:
+    with _stop_signals(stop), terminal.progress_bar(err) as bar:
         while not job.status.final:
             job = service.wait(job.id, owner=OWNER, timeout=0.2)
             bar.show(service.progress(job.id) if job.status is JobStatus.RUNNING else None)
@@ -391,6 +274,11 @@ def _raise_for(job: Job, *, quiet: bool) -> None:
     if quiet:  # the job's document is out already
         raise typer.Exit(error.exit_code)
     raise error
+
+
+app.command()(plan)
+app.command(**PASSED_ON)(simulate)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple
 
 from app.coefficients import Coefficients, ComponentFacts
 from app.plans import MemoryPart, TimePart
-from app.schema import GIB, Estimate, Placement, Request, Stage, Strategy
+from app.schema import GIB, Estimate, Factors, Placement, Request, Stage, Strategy
 from app.speed import Machine
 from app.timing import Seconds, times
 from app.workload import Sizes, Task, sizes_of, stage_of, stored_bytes, task_of
@@ -73,7 +73,23 @@ def cost_of(task: Task, machine: Machine, placement: Placement, *, tiling: bool,
         # diffusers' hooks leave the VAE of image-to-video on the card while it denoises (facts/diffusers-0.42-traps.md)
         held = [*held, _weights(placement, placement.device, (Stage.ENCODE, Stage.DENOISE), sizes.weights)]
     on_disk = _weights(placement, "disk", RESTING, stored_bytes(facts))
-    return Cost((*held, on_disk), tuple(active), tuple(times(task, machine, placement, facts, sizes, tiling=tiling)))
+    seconds = tuple(times(task, machine, placement, facts, sizes, tiling=tiling))
+    return _learned(Cost((*held, on_disk), tuple(active), seconds), task.factors)
+
+
+def _learned(cost: Cost, factors: Factors | None) -> Cost:
+    """Times what earlier runs taught."""
+    if factors is None:
+        return cost
+
+    def scaled(part: Bytes) -> Bytes:
+        return part._replace(size=round(part.size * factors.of_memory(part.memory, part.kind)))
+
+    return Cost(
+        tuple(map(scaled, cost.held)),
+        tuple(map(scaled, cost.active)),
+        tuple(part._replace(seconds=part.seconds * factors.seconds.get(part.stage, 1.0)) for part in cost.time),
+    )
 
 
 def _working(task: Task, placement: Placement, facts: ComponentFacts, stage: Stage, *, tiling: bool) -> int:
@@ -178,14 +194,20 @@ def base_cost(task: Task, devices: Sequence[str]) -> Cost:
         *(Bytes(device, RESTING, "", "context", GPU_CONTEXT_BYTES) for device in devices),
     ]
     export = task.pixels * task.num_frames / EXPORT_PIXELS_PER_SECOND
-    return Cost(tuple(held), (), (Seconds(Stage.EXPORT, "", "compute", export),))
+    return _learned(Cost(tuple(held), (), (Seconds(Stage.EXPORT, "", "compute", export),)), task.factors)
 
 
 def estimate(
-    coefficients: Coefficients, request: Request, placements: Sequence[Placement], machine: Machine, *, tiling: bool
+    coefficients: Coefficients,
+    request: Request,
+    placements: Sequence[Placement],
+    machine: Machine,
+    *,
+    tiling: bool,
+    factors: Factors | None = None,
 ) -> Estimate:
     """Predicted bytes and seconds of a run with the model loaded anew, from parts that add up."""
-    task = task_of(coefficients, request)
+    task = task_of(coefficients, request, factors)
     costs = [cost_of(task, machine, placement, tiling=tiling) for placement in placements]
     return add_up([base_cost(task, devices_of(placements)), *costs])
 

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 from filelock import FileLock, Timeout
 
-from app import __version__, events, hardware, planner, presets
+from app import __version__, calibration, events, hardware, planner, presets
 from app.config import Settings
 from app.errors import BadInput, InvalidRequest, NotFound, PlanError, StoreError
 from app.mp4 import read_metadata
@@ -35,6 +35,7 @@ from app.schema import (
     Backend,
     Draft,
     ErrorKind,
+    Factors,
     Gpu,
     Hardware,
     Job,
@@ -110,6 +111,7 @@ class JobService:
         self._canceled_by_owner = False
         self._unsaved: dict[str, Job] = {}
         self._last_report: Report | None = None
+        self._factors: dict[tuple[str, str], Factors] = {}
         self._progress: dict[str, Progress] = {}
         self._served: dict[str, float] = {}
         self._closing = False
@@ -250,8 +252,22 @@ class JobService:
             preset,
             presets.tensor_counts(card),
             allowed=planner.RUNTIME,  # what the planner knows beyond it, `pocketreel plan` shows
+            factors=self._learned(card, found),
             presets=self.catalogue.hardware.values(),
         )
+
+    def _learned(self, card: ModelCard, found: Hardware) -> Factors | None:
+        """From the history; kept until a job ends, because a preview comes with every key that is pressed."""
+        if card.coefficients is None:
+            return None
+        key = (card.coefficients.model, calibration.machine_key(found))
+        if key not in self._factors:
+            try:
+                self._factors[key] = calibration.learned(self.store, *key)
+            except StoreError:  # plain predictions are better than none
+                _log.exception("reading what earlier runs taught")
+                return Factors(model=key[0], machine=key[1])
+        return self._factors[key]
 
     def _with_own_worker(self, found: Hardware) -> Hardware:
         """What the warm worker holds is free for the next job: it gives back what that does not need."""
@@ -425,6 +441,7 @@ class JobService:
     def _finish(self, job: Job, status: JobStatus, **changes: Any) -> None:
         """Save how a job ended; never raises. What cannot be saved now is shown from memory."""
         changes = {"status": status, "at": datetime.now(UTC), **changes}
+        self._factors.clear()
         for pause in (*SAVE_PAUSES, None):
             try:
                 self.store.finish(job.id, **changes)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app import hardware, planner, presets
+from app import calibration, hardware, planner, presets
 from app.config import Settings
 from app.errors import InvalidRequest, PlanError
 from app.planner.imagine import imagine
 from app.planner.table import Cliff, FitRow, cliffs, fit_table, how_words
 from app.resolve import resolve
-from app.schema import Draft, Hardware, HardwarePreset, ModelCard, Notice, Plan, Request, Value
+from app.schema import Draft, Factors, Hardware, HardwarePreset, ModelCard, Notice, Plan, Request, Value
+from app.store import Store
 
 _PROMPT = "a red ball"
 """Any prompt: plans reckon with the longest one anyway."""
@@ -70,7 +71,7 @@ class Planning:
             InvalidRequest: a size that is none, an unknown preset.
             PresetError: a bundled preset is broken.
         """
-        self.asked = asked
+        self.asked, self._settings = asked, settings
         self.catalogue = presets.load_catalogue(settings)
         self.preset: HardwarePreset = presets.find_hardware(self.catalogue, asked.preset)
         found = hardware.probe(settings)
@@ -92,8 +93,9 @@ class Planning:
         card = presets.find_card(self.catalogue, self.asked.model)
         request, notices = self._request(card)
         counts = presets.tensor_counts(card)
-        plan, error = self._plan(card, request, counts, everything=True)
-        own, own_error = self._plan(card, request, counts, everything=False)
+        factors = self._learned(card)
+        plan, error = self._plan(card, request, counts, factors, everything=True)
+        own, own_error = self._plan(card, request, counts, factors, everything=False)
         if "t2v" not in card.tasks:
             own, own_error = None, f"{card.title} needs a start image, which this version cannot take."
         return Outlook(
@@ -106,6 +108,16 @@ class Planning:
             this_version=own,
             this_version_error=own_error,
         )
+
+    def _learned(self, card: ModelCard) -> Factors | None:
+        """Of an imagined machine nothing was learned: its name is another."""
+        if card.coefficients is None:
+            return None
+        store = Store(self._settings.database)
+        try:
+            return calibration.learned(store, card.coefficients.model, calibration.machine_key(self.hardware))
+        finally:
+            store.close()
 
     def table(self) -> tuple[FitRow, ...]:
         """Every model of the catalogue."""
@@ -138,7 +150,13 @@ class Planning:
         return resolve(draft, card.model_copy(update={"tasks": ("t2v",)}), self.preset)
 
     def _plan(
-        self, card: ModelCard, request: Request, counts: dict[str, dict[str, int]] | None, *, everything: bool
+        self,
+        card: ModelCard,
+        request: Request,
+        counts: dict[str, dict[str, int]] | None,
+        factors: Factors | None,
+        *,
+        everything: bool,
     ) -> tuple[Plan | None, str | None]:
         try:
             plan = planner.plan(
@@ -148,11 +166,18 @@ class Planning:
                 self.preset,
                 counts,
                 allowed=planner.EVERYTHING if everything else planner.RUNTIME,
+                factors=factors,
                 presets=self.catalogue.hardware.values(),
             )
         except PlanError as error:
             return None, str(error)
         return plan, None
+
+
+def simulator_names(settings: Settings) -> dict[str, str]:
+    """By card id what the simulator calls the model: a name of its own catalogue, or the path of the folder."""
+    cards = presets.load_catalogue(settings).models.values()
+    return {card.id: card.simulated_as or str(card.folder) for card in cards if card.simulated_as or card.folder}
 
 
 def _size(field: str, text: str) -> int:

@@ -56,6 +56,12 @@ class Abilities(Value):
     """Components may differ in dtype, e.g. a VAE in float32 beside a transformer in float16."""
 
 
+SIMULATED = Abilities(
+    strategies=frozenset(set(Strategy) - {Strategy.DISK}), mixed=True, shards=False, fp8_storage=True, dtypes=True
+)
+"""What the simulator can hold with the libraries' own calls: no reading from the disk, no spreading of blocks."""
+
+
 class Shard(Value):
     """Consecutive blocks of a component on one device, counted over its block lists in their order."""
 
@@ -138,6 +144,33 @@ class Estimate(Value):
         return sum(part.seconds for part in self.time if stage is None or part.stage is stage)
 
 
+class Factors(Value):
+    """What a plan's predictions were multiplied by, learned from earlier runs of the model on this machine."""
+
+    model: str
+    """Name of its coefficients."""
+    machine: str
+    """`calibration.machine_key`."""
+    runs: int = Field(0, ge=0)
+    """How many runs taught them; 0: none, all are 1."""
+    vram: float = Field(1.0, gt=0)
+    """Of working memory on cards."""
+    ram: float = Field(1.0, gt=0)
+    """Of working memory, the worker itself and the frames in RAM."""
+    seconds: dict[Stage, float] = Field(default_factory=dict)
+
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        """Kinds of memory that are scaled: all but weights, which are known, and margins."""
+        return ("working", "worker", "frames")
+
+    def of_memory(self, memory: str, kind: str) -> float:
+        """The factor of one part; what is on the disk and page-locked is known."""
+        if kind not in self.scaled or memory in ("disk", "pinned"):
+            return 1.0
+        return self.ram if memory == "ram" else self.vram
+
+
 class Arrangement(Value):
     """How the whole pipeline is held, and what is predicted of it."""
 
@@ -168,6 +201,8 @@ class Plan(Arrangement):
 
     estimate: Estimate | None = None
     """None: no coefficients are known of this model, so the coarse rule was used."""
+    factors: Factors | None = None
+    """What the estimate was multiplied by; None without an estimate."""
     ladder: tuple[Arrangement, ...] = ()
     """Smaller plans to fall back to, each with less VRAM than the one before."""
 
@@ -175,3 +210,32 @@ class Plan(Arrangement):
         """The plan of one rung, with the rungs below it as its ladder; without an estimate."""
         fields = {name: getattr(self.ladder[number], name) for name in Arrangement.model_fields}
         return Plan(**fields, ladder=self.ladder[number + 1 :])
+
+
+class PlannedRun(Value):
+    """A plan to be run by the simulator: what is asked, and cards of which sizes."""
+
+    model: str
+    """Name in the simulator's catalogue, or the path of a model folder."""
+    plan: Arrangement
+    height: int
+    width: int
+    num_frames: int
+    guidance_scale: float | None = None
+    vram_bytes: tuple[Bytes, ...] = ()
+    """Of each card."""
+    context_bytes: Bytes = 0
+    """Of each card, taken before anything else."""
+
+
+class PlannedOutcome(Value):
+    """What the simulator saw."""
+
+    error: str | None = None
+    """Why there are no figures."""
+    vram_bytes: dict[str, int] = Field(default_factory=dict)
+    """Peak allocated by card."""
+    ram_bytes: Bytes = 0
+    pinned_bytes: Bytes = 0
+    seconds: Seconds = 0.0
+    """That the simulation took."""

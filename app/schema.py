@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from app.coefficients import Coefficients
-from app.plans import Abilities, Arrangement, Estimate, Placement, Plan, Shard, Stage, Strategy
+from app.plans import Abilities, Arrangement, Estimate, Factors, Placement, Plan, Shard, Stage, Strategy
 from app.value import GIB, Bytes, Seconds, Value
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Draft",
     "ErrorKind",
     "Estimate",
+    "Factors",
     "Gpu",
     "GpuProcess",
     "Hardware",
@@ -87,6 +88,9 @@ class Gpu(Value):
     pcie_generation: int | None = None
     pcie_width: int | None = None
     integrated: bool = False
+    pinned_bytes_per_second: float | None = None
+    """From page-locked RAM, as `pocketreel bench link` measured it; None: not measured."""
+    pageable_bytes_per_second: float | None = None
     verified: bool = False
     """Whether Pocketreel was ever measured on this kind of card; False is shown as "not verified"."""
 
@@ -139,7 +143,8 @@ class Hardware(Value):
     spill_disk: Disk
     download_disk: Disk | None = None
     """Of the Hub's cache, where models are downloaded to; None: the data folder's."""
-    host_to_device_bytes_per_second: float | None = None
+    copy_bytes_per_second: float | None = None
+    """Within RAM, on one thread, as `pocketreel bench link` measured it."""
     notes: tuple[str, ...] = ()
     """Plain sentences: what was not found and why, what was ignored (CUDA_VISIBLE_DEVICES), ..."""
 
@@ -195,6 +200,8 @@ class ModelCard(Value):
     """The built-in model knows few words; `demo` makes unknown ones be named on the page."""
     coefficients: Coefficients | None = None
     """Sizes and memory laws, fitted by the simulator. None: the planner falls back to a coarse rule."""
+    simulated_as: str | None = None
+    """Its name in the simulator's catalogue; None: the simulator does not know it."""
     timeout_seconds: Seconds = 3600.0
 
 

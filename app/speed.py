@@ -84,6 +84,8 @@ class Machine(NamedTuple):
     devices: dict[str, Device]
     cpu_flops: float
     disk: float
+    copy: float
+    """Within RAM, on one thread."""
     sources: tuple[str, ...]
     """Where the numbers are from, in words for a plan's reasons."""
 
@@ -103,10 +105,10 @@ def throughput(gpu: Gpu) -> Rate:
     return Rate(peak * 1e12 * share, f"{peak:g} TFLOPS assumed, the card is not in the table; {share:.0%} of it")
 
 
-def link(gpu: Gpu, hardware: Hardware) -> Rate:
+def link(gpu: Gpu) -> Rate:
     """Bytes a second from page-locked RAM to the card."""
-    if hardware.host_to_device_bytes_per_second:
-        return Rate(hardware.host_to_device_bytes_per_second, "measured")
+    if gpu.pinned_bytes_per_second:
+        return Rate(gpu.pinned_bytes_per_second, "measured")
     generation, width = gpu.pcie_generation, gpu.pcie_width
     known = generation in PCIE_LANE_BYTES_PER_SECOND and bool(width)
     lane = PCIE_LANE_BYTES_PER_SECOND.get(generation or 3, PCIE_LANE_BYTES_PER_SECOND[3])
@@ -119,15 +121,17 @@ def machine(hardware: Hardware, gpus: tuple[Gpu, ...]) -> Machine:
     """The speeds of this machine with these of its GPUs."""
     devices, sources = {}, []
     for gpu in gpus:
-        compute, copy = throughput(gpu), link(gpu, hardware)
+        compute, copy = throughput(gpu), link(gpu)
+        pageable = gpu.pageable_bytes_per_second or copy.per_second * PAGEABLE_SHARE
         name = f"cuda:{gpu.index}"
-        devices[name] = Device(name, gpu.name, compute.per_second, copy.per_second, copy.per_second * PAGEABLE_SHARE)
+        devices[name] = Device(name, gpu.name, compute.per_second, copy.per_second, pageable)
         sources.append(f"{gpu.name}: {compute.source}; copies: {copy.source}")
-    measured = hardware.data_disk.read_bytes_per_second
+    measured = (hardware.download_disk or hardware.data_disk).read_bytes_per_second  # where the weights lie
     sources.append("disk speed measured" if measured else f"disk {DISK_BYTES_PER_SECOND / 1e9:g} GB/s, assumed")
     return Machine(
         devices=devices,
         cpu_flops=CPU_FLOPS_PER_CORE * hardware.cpu_count,
         disk=measured or DISK_BYTES_PER_SECOND,
+        copy=hardware.copy_bytes_per_second or PIN_COPY_BYTES_PER_SECOND,
         sources=tuple(dict.fromkeys(sources)),
     )

@@ -6,6 +6,7 @@ that has ended stays as it ended, whoever comes second. Migrations are numbered 
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import threading
 import time
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from app.errors import StoreError
 from app.schema import Job, JobStatus
@@ -32,9 +35,13 @@ MIGRATIONS: tuple[str, ...] = (
     CREATE INDEX jobs_by_owner ON jobs (owner, seq);
     CREATE INDEX jobs_by_status ON jobs (status);
     """,
+    """
+    CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+    """,
 )
 """Migration k takes the schema from version k to k + 1. Never edit one that was released; append."""
 
+_log = logging.getLogger(__name__)
 _OPEN = (JobStatus.PENDING, JobStatus.RUNNING)
 
 
@@ -74,18 +81,18 @@ class Store:
 
     def get(self, job_id: str) -> Job | None:
         rows = self._query("SELECT document FROM jobs WHERE id = ?", (job_id,))
-        return Job.model_validate_json(rows[0][0]) if rows else None
+        return next((job for job, _ in self._read(rows)), None)
 
     def list(self, *, owner: str | None = None, limit: int = 50) -> Sequence[Job]:
         """Newest first; `owner` None is everyone's."""
         where, values = ("WHERE owner = ?", (owner,)) if owner is not None else ("", ())
         rows = self._query(f"SELECT document FROM jobs {where} ORDER BY seq DESC LIMIT ?", (*values, limit))  # noqa: S608 - a fixed text
-        return [Job.model_validate_json(row[0]) for row in rows]
+        return [job for job, _ in self._read(rows)]
 
     def unfinished(self) -> Sequence[tuple[Job, str]]:
         """Jobs that have not ended, oldest first, each with its runner."""
         rows = self._query("SELECT document, runner FROM jobs WHERE status IN (?, ?) ORDER BY seq", _OPEN)
-        return [(Job.model_validate_json(row[0]), row[1]) for row in rows]
+        return self._read(rows)
 
     def request_cancel(self, job_id: str) -> None:
         """Leave word for whichever process runs the job."""
@@ -94,6 +101,15 @@ class Store:
 
     def cancel_requested(self, job_id: str) -> bool:
         return bool(self._query("SELECT 1 FROM jobs WHERE id = ? AND cancel_requested = 1", (job_id,)))
+
+    def fact(self, name: str) -> str | None:
+        """A single value kept under a name; None where none was."""
+        rows = self._query("SELECT value FROM facts WHERE name = ?", (name,))
+        return rows[0][0] if rows else None
+
+    def keep_fact(self, name: str, value: str) -> None:
+        with self._transaction() as db:
+            db.execute("INSERT OR REPLACE INTO facts (name, value) VALUES (?, ?)", (name, value))
 
     def start(self, job_id: str, *, at: datetime, **changes: Any) -> Job | None:
         """pending -> running; None if it is not pending any more (canceled meanwhile)."""
@@ -116,6 +132,16 @@ class Store:
                 "UPDATE jobs SET status = ?, document = ? WHERE id = ?", (job.status, job.model_dump_json(), job_id)
             )
             return job
+
+    def _read(self, rows: Sequence[Any]) -> Sequence[tuple[Job, Any]]:
+        """Jobs with each row's second column. A document that is damaged stays where it is and hides no other."""
+        found = []
+        for row in rows:
+            try:
+                found.append((Job.model_validate_json(row[0]), row[1] if len(row) > 1 else None))
+            except ValidationError as error:
+                _log.warning("%s holds a job that cannot be read: %s", self._path, error)
+        return found
 
     def _prepare(self) -> None:
         try:

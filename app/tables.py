@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from rich.console import RenderableType
 from rich.table import Table
 
+from app import calibration
 from app.config import Settings
 from app.errors import PlanError
 from app.planner.table import Cliff, FitRow, how_words, short_how
@@ -15,6 +16,7 @@ from app.planner.words import duration
 from app.planning import Asked, Planning
 from app.presets import format_bytes
 from app.schema import Arrangement, Hardware, Plan, Request, Stage
+from app.store import Store
 
 VERDICTS = {
     "comfortable": "fits comfortably",
@@ -22,6 +24,10 @@ VERDICTS = {
     "no": "does not fit",
     "unchecked": "not measured",
 }
+
+
+ACCURACY_RUNS = 20
+"""The newest runs that `plan --accuracy` shows."""
 
 
 class Answer(NamedTuple):
@@ -51,6 +57,47 @@ def answer(settings: Settings, asked: Asked, *, every: bool = False, cliff: bool
     notes = [f"Note: {notice.text}" for notice in outlook.notices]
     view = plan_view(outlook.plan, outlook.request, outlook.title, runs=outlook.runs_words)
     return Answer([*notes, *view], {**outlook.model_dump(mode="json"), "runs_words": outlook.runs_words})
+
+
+def accuracy(settings: Settings) -> Answer:
+    """Predicted against measured of the last runs, and how many fell inside the band."""
+    store = Store(settings.database)
+    try:
+        jobs = [job for job in store.list(limit=calibration.LOOKED_THROUGH) if calibration.compare(job)]
+    finally:
+        store.close()
+    rows = [(job, one) for job in jobs[:ACCURACY_RUNS] for one in calibration.compare(job)]
+    document = [{"job": job.id, "model": job.request.model, **one._asdict(), "inside": one.inside} for job, one in rows]
+    if not rows:
+        return Answer(["Nothing to compare yet: no finished run had a prediction. Make a video."], document)
+    table = _table("job", "model", "of", "predicted", "measured", "predicted / measured", "")
+    for job, one in rows:
+        show = duration if one.what == "seconds" else lambda size: format_bytes(int(size))
+        inside = "" if one.inside else "outside"
+        what = {"seconds": "time", "ram": "RAM"}.get(one.what, f"VRAM {one.what}")
+        numbers = (show(one.predicted), show(one.measured), f"{one.ratio:.2f}")
+        table.add_row(job.id, job.request.model, what, *numbers, inside)
+    count = sum(one.inside for _, one in rows)
+    low, high = calibration.TIME_BAND
+    return Answer(
+        [
+            table,
+            "",
+            f"{count} of {len(rows)} inside the band: memory predicted not below what was measured and at most "
+            f"{calibration.MEMORY_BAND[1] - 1:.0%} above, time within {low:g} to {high:g} of it.",
+        ],
+        document,
+    )
+
+
+def reset(settings: Settings) -> Answer:
+    """Forget what earlier runs taught."""
+    store = Store(settings.database)
+    try:
+        calibration.forget(store)
+    finally:
+        store.close()
+    return Answer(["Predictions are plain again; runs from now on teach them anew."], {"reset": True})
 
 
 def plan_view(plan: Plan, request: Request, title: str, *, runs: str) -> list[RenderableType]:

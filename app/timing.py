@@ -11,7 +11,7 @@ from typing import Final, Literal, NamedTuple
 
 from app.coefficients import ComponentFacts
 from app.schema import Placement, Stage, Strategy
-from app.speed import FP32_SHARE, PIN_COPY_BYTES_PER_SECOND, Machine
+from app.speed import FP32_SHARE, Machine
 from app.workload import Sizes, Task, stage_of, stored_bytes
 
 BLOCK_WIDTHS: Final = 14.0
@@ -56,7 +56,7 @@ def times(
     if placement.strategy is not Strategy.DISK:
         yield Seconds(Stage.LOAD, name, "read", stored_bytes(facts) / machine.disk)
     if placement.use_stream and not placement.low_cpu_mem_usage:
-        yield Seconds(Stage.LOAD, name, "overhead", sizes.weights / PIN_COPY_BYTES_PER_SECOND)
+        yield Seconds(Stage.LOAD, name, "overhead", sizes.weights / machine.copy)
     transfer, overhead = _transfer(machine, placement, facts, sizes, compute)
     if placement.strategy is Strategy.RESIDENT and placement.device in machine.devices:
         yield Seconds(Stage.LOAD, name, "transfer", transfer)
@@ -85,7 +85,7 @@ def _transfer(
         return max(DISK_EXPOSED * reading, reading - compute), overhead
     if not placement.use_stream:  # in before, out after: diffusers copies the weights back although they did not change
         return 2 * sizes.weights / device.pageable, overhead
-    copying = sizes.weights / PIN_COPY_BYTES_PER_SECOND if placement.low_cpu_mem_usage else 0.0
+    copying = sizes.weights / machine.copy if placement.low_cpu_mem_usage else 0.0
     # nothing prefetches into the next forward, and what is in no block goes both ways unstreamed (diffusers 0.42)
     first = sizes.leaf if leaf else sizes.block
     exposed = first / device.pinned + (0.0 if leaf else 2 * sizes.other / device.pageable)

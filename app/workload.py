@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from app.coefficients import Coefficients, ComponentFacts
-from app.schema import Request, Stage
+from app.schema import Factors, Request, Stage
 
 FRAME_COPIES: Final = 3
 """ASSUMED: float32 copies of all frames at once on the way from the VAE to the file."""
@@ -45,6 +45,8 @@ class Task(NamedTuple):
     tiled_bytes: int | None
     picture: bool
     """The pipeline starts from a picture, which its VAE encodes first."""
+    factors: Factors | None = None
+    """What earlier runs here taught; None: nothing."""
 
     @property
     def frame_bytes(self) -> int:
@@ -62,7 +64,7 @@ class Sizes(NamedTuple):
     pinned: int
 
 
-def task_of(coefficients: Coefficients, request: Request) -> Task:
+def task_of(coefficients: Coefficients, request: Request, factors: Factors | None = None) -> Task:
     """The request in the model's own numbers. Working memory includes the laws' own largest error."""
     size = (request.height, request.width, request.num_frames)
     guided = request.guidance_scale > 1 and coefficients.denoise_guided is not None
@@ -86,6 +88,7 @@ def task_of(coefficients: Coefficients, request: Request) -> Task:
         decode_bytes=round(coefficients.decode.bytes(*size) * (1 + coefficients.decode.max_error)),
         tiled_bytes=None if tiled is None else round(tiled.bytes(*size) * (1 + tiled.max_error)),
         picture="ImageToVideo" in coefficients.pipeline or "I2V" in coefficients.pipeline,
+        factors=factors if factors is not None and factors.runs else None,
     )
 
 

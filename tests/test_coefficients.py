@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from app import coefficients
 from app.coefficients import Coefficients, TextLaw, TiledLaw, TokenLaw, VideoLaw
 from app.config import Settings
 from app.errors import PresetError
@@ -198,19 +196,3 @@ def test_evaluation_needs_neither_numpy_nor_torch() -> None:
         "found = sorted({'numpy', 'torch'} & set(sys.modules))\nassert not found, found"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
-def test_the_fields_are_those_that_the_simulator_writes() -> None:
-    # read, not imported: its modules want torch
-    folder = ROOT / "app" / "runtime" / "simulate"
-    if not (folder / "fit.py").is_file():
-        pytest.skip("the simulator is not in this checkout")
-    compared = 0
-    for name in ("laws", "inspection", "fit"):
-        for node in ast.parse((folder / f"{name}.py").read_text("utf-8")).body:
-            ours = getattr(coefficients, node.name, None) if isinstance(node, ast.ClassDef) else None
-            if isinstance(node, ast.ClassDef) and ours is not None:
-                theirs = [item.target.id for item in node.body if isinstance(item, ast.AnnAssign)]  # type: ignore[union-attr]
-                assert theirs == list(ours.model_fields), node.name
-                compared += 1
-    assert compared in (0, 8), "none once the simulator imports ours"

@@ -209,10 +209,11 @@ def test_what_is_not_known_is_assumed_and_said() -> None:
     strange = speed.throughput(values.gpu(name="Strange Card", compute_capability=(8, 6)))
     assert "assumed" in strange.source
     assert strange.per_second == pytest.approx(12.5e12)
-    assert "assumed" in speed.link(values.gpu(), values.hardware()).source
-    measured = values.hardware(host_to_device_bytes_per_second=20e9)
-    assert speed.link(values.gpu(), measured) == (20e9, "measured")
-    gen4 = speed.link(values.gpu(pcie_generation=4, pcie_width=16), values.hardware())
+    assert "assumed" in speed.link(values.gpu()).source
+    measured = values.gpu(pinned_bytes_per_second=20e9, pageable_bytes_per_second=7e9)
+    assert speed.link(measured) == (20e9, "measured")
+    assert speed.machine(values.hardware(), (measured,)).devices["cuda:0"].pageable == 7e9
+    gen4 = speed.link(values.gpu(pcie_generation=4, pcie_width=16))
     assert gen4.per_second == pytest.approx(16 * 1.969e9 * 0.8)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from app.config import Settings
+from app.errors import BadInput
 from app.hardware import Sources, probe
+from app.hardware.measured import Link, Measured, disk_read_rate, keep_measured
 from app.hardware.nvidia import DRIVER_MISSING, OWN_WORKER
 from app.hardware.visible import select
 from app.schema import GIB, Backend, Hardware
@@ -798,3 +801,53 @@ def test_a_real_limit_of_4_gib(real_cgroup: tuple[str, Callable[[], list[str]]],
     assert found.ram_limit.value_bytes == 4 * GIB
     assert file in found.ram_limit.source
     assert 3 * GIB < found.ram_available_bytes < 4 * GIB
+
+
+def test_what_was_measured_comes_with_the_probe(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path)
+    assert probe(settings).data_disk.read_bytes_per_second is None
+    kept = Measured(
+        at=datetime.now(UTC),
+        links={"GPU-a": Link(pinned=20e9, pageable=8e9)},
+        disks={str(tmp_path): 2e9},
+        copy_bytes_per_second=9e9,
+    )
+    assert keep_measured(settings, kept).parent == tmp_path
+    found = probe(settings)
+    assert found.data_disk.read_bytes_per_second == 2e9
+    assert found.spill_disk.read_bytes_per_second is None
+    assert found.copy_bytes_per_second == 9e9
+    assert [path.name for path in tmp_path.iterdir()] == ["measured.json"]
+
+
+def test_a_measured_card_is_known_by_its_uuid(machine: Machine, settings: Settings) -> None:
+    keep_measured(settings, Measured(links={"GPU-a": Link(pinned=20e9, pageable=8e9)}))
+    first, second = machine.probe(FakeNvml(Card("GPU-a"), Card("GPU-b"))).gpus
+    assert (first.pinned_bytes_per_second, first.pageable_bytes_per_second) == (20e9, 8e9)
+    assert second.pinned_bytes_per_second is None
+
+
+def test_a_damaged_file_of_measurements_is_a_note(tmp_path: Path) -> None:
+    (tmp_path / "measured.json").write_text("{]")
+    found = probe(Settings(data_dir=tmp_path))
+    assert found.data_disk.read_bytes_per_second is None
+    assert any("bench link" in note for note in found.notes)
+
+
+def test_measurements_that_cannot_be_kept_are_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="POCKETREEL_DATA_DIR"):
+        keep_measured(Settings(data_dir=tmp_path / "file"), Measured())
+
+
+def test_reading_from_a_disk_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
+    rate = disk_read_rate(tmp_path, seconds=0.2)
+    assert rate is not None
+    assert 1e6 < rate < 1e12
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=10**6))
+    assert disk_read_rate(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []

@@ -19,9 +19,10 @@ LAYERS = [
     {"errors"},
     {"speed", "workload", "timing", "estimate"},
     {"events", "config", "presets", "hardware", "store", "mp4", "demo"},
-    {"resolve", "planner", "worker", "doctor", "outputs"},
+    {"resolve", "planner", "worker", "doctor", "outputs", "calibration"},
     {"jobs", "planning"},
-    {"terminal", "tables", "bench", "web"},
+    {"terminal", "tables", "bench", "web", "shell", "matrix"},
+    {"cli_plan"},
     {"cli"},
 ]
 

@@ -118,3 +118,36 @@ def test_failed_transaction_leaves_nothing(store: Store) -> None:
 def test_written_durably(store: Store) -> None:
     assert store._query("PRAGMA journal_mode", ()) == [("wal",)]
     assert store._query("PRAGMA synchronous", ()) == [(2,)]
+
+
+def test_a_damaged_job_hides_no_other(store: Store, tmp_path: Path) -> None:
+    store.add(values.job("good"), runner="r")
+    store.add(values.job("bad"), runner="r")
+    with sqlite3.connect(tmp_path / "a folder" / "db.sqlite3") as db:
+        db.execute("UPDATE jobs SET document = '{\"id\": 1}' WHERE id = 'bad'")
+    db.close()
+    assert [job.id for job in store.list()] == ["good"]
+    assert [job.id for job, _ in store.unfinished()] == ["good"]
+    assert store.get("bad") is None
+
+
+def test_facts_are_kept(store: Store) -> None:
+    assert store.fact("a") is None
+    store.keep_fact("a", "1")
+    store.keep_fact("a", "2")
+    assert store.fact("a") == "2"
+
+
+def test_a_history_of_the_first_schema_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "db.sqlite3"
+    with sqlite3.connect(path) as db:
+        for statement in filter(str.strip, MIGRATIONS[0].split(";")):
+            db.execute(statement)
+        db.execute("PRAGMA user_version = 1")
+        row = ("j1", "local", "pending", "r", values.job().model_dump_json())
+        db.execute("INSERT INTO jobs (id, owner, status, runner, document) VALUES (?, ?, ?, ?, ?)", row)
+    db.close()
+    store = Store(path)
+    assert store.get("j1") is not None
+    store.keep_fact("a", "1")
+    store.close()

@@ -19,12 +19,13 @@ from app.planner.budget import PINNED_SHARE, RAM_FLOOR_BYTES
 from app.planner.coarse import COARSE, coarse_plan
 from app.planner.nearest import Case, plan_error
 from app.planner.search import EVERYTHING, RUNTIME, Found, Search
-from app.planner.words import held_words, reasons_of, titles_of, unmet_words
+from app.planner.words import held_words, learned_words, reasons_of, titles_of, unmet_words
 from app.presets import format_bytes
 from app.schema import (
     Abilities,
     Arrangement,
     Estimate,
+    Factors,
     Hardware,
     HardwarePreset,
     ModelCard,
@@ -46,6 +47,7 @@ def plan(
     counts: dict[str, dict[str, int]] | None,
     *,
     allowed: Abilities = RUNTIME,
+    factors: Factors | None = None,
     presets: Iterable[HardwarePreset] = (),
 ) -> Plan:
     """The fastest plan that fits.
@@ -53,6 +55,7 @@ def plan(
     Args:
         counts: numbers by component and stored dtype, None when the model is not on this machine.
         allowed: what the side that applies the plan can do.
+        factors: what earlier runs of this model on this machine taught; None: nothing.
         presets: tried as changes to propose when nothing fits.
 
     Raises:
@@ -61,12 +64,12 @@ def plan(
     if card.coefficients is None:
         made = coarse_plan(hardware, card, request, preset, counts)
         return made.model_copy(update={"reasons": (*made.reasons, *unmet_words(preset, allowed))})
-    search = Search(hardware, card, request, preset, allowed)
+    search = Search(hardware, card, request, preset, allowed, factors)
     if counts is None and card.repo_id is not None:
         _check_disk(hardware, card)
     found = search.best()
     if found is None:
-        raise plan_error(search, Case(hardware, card, request, preset, allowed), presets)
+        raise plan_error(search, Case(hardware, card, request, preset, allowed, factors), presets)
     estimate = search.estimate(found)
     fields = _fields(hardware, found, estimate)
     rungs = [(rung, search.estimate(rung)) for rung in search.ladder(found)]
@@ -75,8 +78,10 @@ def plan(
         reasons=(
             *reasons_of(search, found, estimate, sure=card.coefficients.sure),
             *unmet_words(preset, allowed),
+            *learned_words(factors),
         ),
         estimate=estimate,
+        factors=factors,
         ladder=tuple(
             Arrangement(**_fields(hardware, rung, parts), reasons=_changes(search, above, rung))
             for (rung, parts), above in zip(rungs, [found, *(rung for rung, _ in rungs)], strict=False)

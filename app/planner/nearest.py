@@ -9,7 +9,7 @@ from app.errors import PlanError
 from app.planner.search import Found, Search
 from app.planner.words import STAGE_DOING
 from app.presets import format_bytes
-from app.schema import Abilities, Hardware, HardwarePreset, ModelCard, Request
+from app.schema import Abilities, Factors, Hardware, HardwarePreset, ModelCard, Request
 
 T = TypeVar("T")
 
@@ -18,14 +18,24 @@ class Case:
     """A request that does not fit: everything needed to try others in its place."""
 
     def __init__(
-        self, hardware: Hardware, card: ModelCard, request: Request, preset: HardwarePreset, allowed: Abilities
+        self,
+        hardware: Hardware,
+        card: ModelCard,
+        request: Request,
+        preset: HardwarePreset,
+        allowed: Abilities,
+        factors: Factors | None = None,
     ) -> None:
         self.hardware, self.card, self.request, self.preset, self.allowed = hardware, card, request, preset, allowed
+        self.factors = factors
+
+    def _search(self, request: Request, preset: HardwarePreset) -> Search:
+        return Search(self.hardware, self.card, request, preset, self.allowed, self.factors)
 
     def fits(self, **changes: int) -> bool:
         """Whether the request would fit with other numbers."""
         request = self.request.model_copy(update=changes)
-        return Search(self.hardware, self.card, request, self.preset, self.allowed).best() is not None
+        return self._search(request, self.preset).best() is not None
 
     def fewer_frames(self) -> int | None:
         """The most frames that fit at this size; None when not even one does."""
@@ -45,7 +55,7 @@ class Case:
             if preset.id == self.preset.id:
                 continue
             try:
-                found = Search(self.hardware, self.card, self.request, preset, self.allowed).best()
+                found = self._search(self.request, preset).best()
             except PlanError:  # it wants a GPU and there is none
                 continue
             if found is not None and (best is None or found.choice.seconds < best[0]):

@@ -14,6 +14,7 @@ from app.planner.solve import Choice, fastest, least_over
 from app.schema import (
     Abilities,
     Estimate,
+    Factors,
     Gpu,
     Hardware,
     HardwarePreset,
@@ -71,6 +72,7 @@ class Search:
         request: Request,
         preset: HardwarePreset,
         allowed: Abilities = RUNTIME,
+        factors: Factors | None = None,
     ) -> None:
         """Prepare the options.
 
@@ -83,7 +85,7 @@ class Search:
         self.hardware, self.preset, self.request = hardware, preset, request
         self.budget: Budget = budget_of(hardware, preset)
         self.usable = usable_gpus(hardware, preset)
-        self.task: Task = task_of(self.coefficients, request)
+        self.task: Task = task_of(self.coefficients, request, factors)
         self.machine: Machine = machine(hardware, self.usable)
         self._spaces: list[tuple[tuple[Gpu, ...], Space, tuple[int, ...], tuple[int, ...]]] = []
         for gpus in self._sets(allowed):

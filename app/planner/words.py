@@ -5,7 +5,7 @@ from __future__ import annotations
 from app.planner.search import Found, Search
 from app.plans import Estimate
 from app.presets import format_bytes
-from app.schema import Abilities, HardwarePreset, Placement, Stage, Strategy
+from app.schema import Abilities, Factors, HardwarePreset, Placement, Stage, Strategy
 from app.workload import stage_of
 
 STAGE_DOING = {
@@ -101,6 +101,16 @@ def unmet_words(preset: HardwarePreset, allowed: Abilities) -> tuple[str, ...]:
     if preset.prefer_disk and Strategy.DISK not in allowed.strategies:
         unmet.append("this version does not read weights from the disk while it computes: only the RAM limit holds")
     return tuple(unmet)
+
+
+def learned_words(factors: Factors | None) -> tuple[str, ...]:
+    """What earlier runs changed about the prediction."""
+    if factors is None or not factors.runs:
+        return ()
+    runs = "the last run" if factors.runs == 1 else f"the last {factors.runs} runs"
+    memory = [f"{name} x{one:.2f}" for name, one in (("VRAM", factors.vram), ("RAM", factors.ram)) if one != 1.0]
+    changed = f": working memory {', '.join(memory)}" if memory else ""
+    return (f"adjusted to {runs} of this model here{changed} (`pocketreel plan --accuracy`)",)
 
 
 def _together(found: Found, titles: dict[str, str]) -> dict[str, list[str]]:

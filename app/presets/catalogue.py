@@ -60,9 +60,10 @@ def read_model_card(path: Path, *, shipped: bool = False) -> ModelCard:
         PresetError: lists every mistake as `file:line: what is wrong; what to write instead`.
     """
     text = read_text(path)
-    card = load_value(path, text, ModelCard, drop=("coefficients",))
+    card = load_value(path, text, ModelCard, drop=("coefficients", "simulated_as"))
     _refuse(path, text, [*_id_problems(path, card.id), *_card_problems(card)])
-    card = card.model_copy(update={"coefficients": _coefficients(path, text, card.id, shipped=shipped)})
+    named, found = _coefficients(path, text, card.id, shipped=shipped)
+    card = card.model_copy(update={"coefficients": found, "simulated_as": named})
     if card.folder is None:
         return card
     expanded = card.folder.expanduser()
@@ -70,8 +71,8 @@ def read_model_card(path: Path, *, shipped: bool = False) -> ModelCard:
     return card.model_copy(update={"folder": folder})
 
 
-def _coefficients(path: Path, text: str, card_id: str, *, shipped: bool) -> Coefficients | None:
-    """What the card's key `coefficients` names, else what is named like the card; beside the card or among ours.
+def _coefficients(path: Path, text: str, card_id: str, *, shipped: bool) -> tuple[str | None, Coefficients | None]:
+    """The card's key `coefficients` and the file of that name, else of the card's; beside the card or among ours.
 
     A card of ours may name a file that the simulator has not written yet: its model is then planned coarsely.
     """
@@ -82,10 +83,10 @@ def _coefficients(path: Path, text: str, card_id: str, *, shipped: bool) -> Coef
     folders = tuple(dict.fromkeys((path.parent / FOLDER, bundled("presets", "models", FOLDER))))
     file = find_coefficients(named or card_id, folders)
     if file is not None:
-        return read_coefficients(file)
+        return named, read_coefficients(file)
     if named is not None and not shipped:
         _refuse(path, text, [(("coefficients",), missing_words(named, folders))])
-    return None
+    return named, None
 
 
 def read_hardware_preset(path: Path) -> HardwarePreset:

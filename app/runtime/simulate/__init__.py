@@ -13,7 +13,6 @@ except conv3d's, whose rule is inferred; quantized weights (bitsandbytes, GGUF, 
 
 from app.runtime.simulate.devices import SimulatedMachine
 from app.runtime.simulate.families import find, names
-from app.runtime.simulate.fit import Coefficients
 from app.runtime.simulate.run import Session, simulate
 from app.runtime.simulate.values import (
     Attention,
@@ -28,7 +27,6 @@ from app.runtime.simulate.values import (
 
 __all__ = [
     "Attention",
-    "Coefficients",
     "ComponentSetup",
     "GpuSpec",
     "Hold",

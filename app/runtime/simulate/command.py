@@ -4,6 +4,7 @@
     python -m app.runtime.simulate run wan2.1-t2v-14b --size 832x480 --frames 81 --vram 12GiB --strategy leaf_stream
     python -m app.runtime.simulate run MODEL --vram 8GiB,12GiB --component transformer=leaf_stream@cuda:1 --json
     python -m app.runtime.simulate fit MODEL --out FILE.toml
+    python -m app.runtime.simulate plans < jobs.jsonl
 
 Tables are for people; `--json` prints one JSON document and nothing else. Exit codes: 0 it fits, 2 wrong arguments,
 3 it does not fit.
@@ -25,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from app.errors import PocketreelError
-from app.runtime.simulate import families
+from app.runtime.simulate import families, planned
 from app.runtime.simulate.fit import fit
 from app.runtime.simulate.run import Session, default_shape
 from app.runtime.simulate.toml import to_toml
@@ -136,6 +137,8 @@ def _parser() -> argparse.ArgumentParser:
     fitting.add_argument("--no-tiled", action="store_true", help="leave tiled decoding out: much quicker")
     fitting.add_argument("--json", action="store_true", help="JSON instead of TOML")
     fitting.set_defaults(command=_fit)
+    plans = commands.add_parser("plans", help="run plans, one JSON document a line; for `pocketreel bench matrix`")
+    plans.set_defaults(command=lambda _options: planned.main(), json=True)
     return parser
 
 

@@ -24,7 +24,8 @@ from transformers.initialization import no_init_weights
 from app.errors import ModelNotUsable
 from app.runtime.simulate.devices import SimulatedMachine
 from app.runtime.simulate.standins import SimulatedTokenizer
-from app.runtime.simulate.values import Setup, Value
+from app.runtime.simulate.values import Setup
+from app.value import Value
 
 _TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3", "processor")
 

@@ -17,37 +17,15 @@ from typing import Any
 
 import torch
 
+from app.coefficients import Coefficients, Lattice, TextLaw, TiledLaw, TokenLaw, VideoLaw
 from app.runtime.simulate import laws
 from app.runtime.simulate.families import Family
-from app.runtime.simulate.inspection import ComponentFacts, inspect_component
-from app.runtime.simulate.laws import Lattice, TextLaw, TiledLaw, TokenLaw, VideoLaw
+from app.runtime.simulate.inspection import inspect_component
 from app.runtime.simulate.run import Session, versions
-from app.runtime.simulate.values import GpuSpec, MachineSpec, Shape, Value
-from app.schema import Bytes, Stage
+from app.runtime.simulate.values import GpuSpec, MachineSpec, Shape
+from app.schema import Stage
 
 _DEVICE = "cuda:0"
-
-
-class Coefficients(Value):
-    """What the planner needs to predict memory without torch."""
-
-    model: str
-    pipeline: str
-    sure: bool
-    """False: some component's sizes are class defaults that were compared with nothing."""
-    versions: dict[str, str]
-    lattice: Lattice
-    components: dict[str, ComponentFacts]
-    text: dict[str, TextLaw]
-    """By text encoder."""
-    encode_bytes: Bytes
-    """Working memory of the whole stage ENCODE at the default size and the longest prompt."""
-    denoise_guided: TokenLaw | None
-    """With guidance above 1 (some pipelines then run a batch of two); None: the model has no such argument."""
-    denoise: TokenLaw
-    decode: VideoLaw
-    decode_tiled: TiledLaw | None
-    """None: the VAE has no tiling, or it was left out."""
 
 
 def fit(model: str | Path | Family, *, tiled: bool = True) -> Coefficients:

@@ -7,43 +7,11 @@ from typing import Any
 
 import torch
 
+from app.coefficients import Blocks, ComponentFacts
 from app.runtime.simulate.allocator import HostMemory
 from app.runtime.simulate.families import kept_in_fp32
-from app.runtime.simulate.values import Value
-from app.schema import Bytes
 
 _LEAVES = (torch.nn.Linear, torch.nn.Embedding, torch.nn.modules.conv._ConvNd, torch.nn.GroupNorm, torch.nn.LayerNorm)
-
-
-class Blocks(Value):
-    """A list of equal layers, e.g. `transformer_blocks`."""
-
-    path: str
-    """Where it hangs below the component. With a dot in it, diffusers' block offloading needs `block_modules`."""
-    count: int
-    bytes: Bytes
-    """Of the largest one."""
-    total_bytes: Bytes
-
-
-class ComponentFacts(Value):
-    """What a component weighs, in the type it is loaded in."""
-
-    class_name: str
-    dtype: str
-    parameters: int
-    weight_bytes: Bytes
-    """Parameters and buffers."""
-    fp32_bytes: Bytes
-    """Part of them that stays float32 whatever type is asked for."""
-    kept_in_fp32: tuple[str, ...] = ()
-    tensors: int
-    blocks: tuple[Blocks, ...] = ()
-    other_bytes: Bytes
-    """What is in no block list."""
-    largest_leaf_bytes: Bytes
-    pinned_bytes: Bytes
-    """RAM that it takes page-locked: each tensor rounded up to a power of two."""
 
 
 def inspect_component(module: torch.nn.Module, dtype: torch.dtype) -> ComponentFacts:

@@ -1,101 +1,10 @@
-"""How memory grows with what is asked for: laws with few coefficients, and least squares to find them.
-
-Working memory is what a stage needs besides the weights. All laws are in bytes; `max_error` is the largest relative
-deviation among the points a law was fitted to, so 0.01 is one per cent.
-"""
+"""Least squares that find the laws of `app.coefficients` from a few simulated runs."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from app.runtime.simulate.values import Value
-from app.schema import Bytes
-
-
-class Lattice(Value):
-    """How pixels and frames become tokens of the denoiser."""
-
-    spatial_scale: int
-    """Pixels per latent, each way."""
-    temporal_scale: int
-    """Frames per latent frame, the first frame apart."""
-    patch: int
-    """Latents per token, each way."""
-    temporal_patch: int
-
-    def latent_frames(self, num_frames: int) -> int:
-        return (num_frames - 1) // self.temporal_scale + 1
-
-    def tokens(self, height: int, width: int, num_frames: int) -> int:
-        side = self.spatial_scale * self.patch
-        return -(-self.latent_frames(num_frames) // self.temporal_patch) * (height // side) * (width // side)
-
-
-class TokenLaw(Value):
-    """Denoising: constant + a for each token of the video."""
-
-    constant_bytes: float
-    bytes_per_token: float
-    max_error: float
-
-    def bytes(self, tokens: int) -> int:
-        return max(0, round(self.constant_bytes + self.bytes_per_token * tokens))
-
-
-class VideoLaw(Value):
-    """Untiled decoding: constant + a for each pixel of a frame + b for each pixel of the video.
-
-    Source: facts/memory.md; with the last term alone the error is up to 46 %, because much of a decoder works on a
-    fixed number of frames.
-    """
-
-    constant_bytes: float
-    bytes_per_pixel: float
-    bytes_per_video_pixel: float
-    max_error: float
-
-    def bytes(self, height: int, width: int, num_frames: int) -> int:
-        pixels = height * width
-        video = pixels * num_frames
-        return max(0, round(self.constant_bytes + self.bytes_per_pixel * pixels + self.bytes_per_video_pixel * video))
-
-
-class TiledLaw(Value):
-    """Tiled decoding: a tile's work + what has been decoded so far.
-
-    constant + a for each pixel of a tile's video (a tile is the whole picture where that is smaller; all frames, where
-    the VAE does not tile in time) + b for each pixel of the whole video.
-    """
-
-    tile_height: int
-    tile_width: int
-    tile_frames: int | None
-    """None: a tile has all frames."""
-    constant_bytes: float
-    bytes_per_tile_pixel: float
-    bytes_per_video_pixel: float
-    max_error: float
-
-    def features(self, height: int, width: int, num_frames: int) -> tuple[float, float, float]:
-        return _tiled_features(
-            (height, width, num_frames), (self.tile_height, self.tile_width, self.tile_frames or num_frames)
-        )
-
-    def bytes(self, height: int, width: int, num_frames: int) -> int:
-        _, tile, video = self.features(height, width, num_frames)
-        return max(
-            0, round(self.constant_bytes + self.bytes_per_tile_pixel * tile + self.bytes_per_video_pixel * video)
-        )
-
-
-class TextLaw(Value):
-    """Encoding: working memory at some numbers of tokens; between them a straight line (the curve bends upwards)."""
-
-    tokens: tuple[int, ...]
-    working_bytes: tuple[Bytes, ...]
-
-    def bytes(self, tokens: int) -> int:
-        return round(float(np.interp(tokens, self.tokens, self.working_bytes)))
+from app.coefficients import TiledLaw, TokenLaw, VideoLaw
 
 
 def fit_tokens(tokens: list[int], working: list[int]) -> TokenLaw:

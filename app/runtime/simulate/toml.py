@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from app.runtime.simulate.values import Value
+from app.value import Value
 
 _HEAD = "# Written by `python -m app.runtime.simulate fit {model}`. Do not edit: run the command again.\n\n"
 

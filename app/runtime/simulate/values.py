@@ -5,17 +5,12 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from app.schema import Bytes, Stage
+from app.value import Value
 
 Kind = Literal["weights", "activations", "workspace", "rounding"]
-
-
-class Value(BaseModel):
-    """Base of the values: immutable, unknown keys refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 # ------------------------------------------------------------------------------------------------------ the machine
@@ -101,7 +96,7 @@ class Setup(Value):
     """How a whole pipeline is held: `default` for every component not named in `components`."""
 
     default: ComponentSetup = ComponentSetup()
-    components: dict[str, ComponentSetup] = {}
+    components: dict[str, ComponentSetup] = Field(default_factory=dict)
     vae_tiling: bool = False
     vae_slicing: bool = False
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from app.runtime.simulate import Coefficients, MachineSpec, Shape, laws, simulate
+from app.coefficients import Coefficients
+from app.runtime.simulate import MachineSpec, Shape, laws, simulate
 from app.runtime.simulate.command import main, parse_bytes
 from app.runtime.simulate.families import Family
 from app.runtime.simulate.fit import fit

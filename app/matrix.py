@@ -1,0 +1,246 @@
+"""`pocketreel bench matrix`: plans for many machines, each run in the simulator and compared with its own prediction.
+
+The simulator runs in processes of its own, one plan at a time each; this one only plans and compares.
+"""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from statistics import median
+from typing import IO, Final, NamedTuple
+
+from app import hardware, planner, presets
+from app.config import Settings
+from app.errors import GenerationFailed, PlanError
+from app.estimate import GPU_CONTEXT_BYTES
+from app.planner.imagine import imagine
+from app.planner.table import how_words
+from app.plans import SIMULATED, Plan, PlannedOutcome, PlannedRun
+from app.presets import format_bytes
+from app.resolve import resolve
+from app.schema import GIB, Draft, Hardware, HardwarePreset, ModelCard, Request
+from app.worker import command_line
+
+CARDS: Final = ((4,), (6,), (8,), (12,), (16,), (24,), (8, 8), (6, 12))
+"""GiB of VRAM by machine."""
+RAMS: Final = (16, 32, 64)
+SIZES: Final = ("small", "default", "largest")
+_PLENTY: Final = 10_000 * GIB
+
+
+class Case(NamedTuple):
+    """One cell of the matrix that has a plan."""
+
+    model: str
+    cards: tuple[int, ...]
+    ram: int
+    size: str
+    request: Request
+    plan: Plan
+    run: PlannedRun
+
+    @property
+    def title(self) -> str:
+        cards = "+".join(map(str, self.cards))
+        return f"{self.model}, {cards} GB, {self.ram} GB RAM, {self.size}"
+
+
+class Row(NamedTuple):
+    """A case with what the simulator saw."""
+
+    case: Case
+    outcome: PlannedOutcome
+
+    @property
+    def excess(self) -> float | None:
+        """By how much the prediction exceeds the simulated peak, as a share, on the card where it does so least."""
+        seen = self.outcome.vram_bytes
+        shares = [
+            self.case.plan.predicted_vram_bytes.get(device, 0) / peak - 1 for device, peak in seen.items() if peak
+        ]
+        return min(shares, default=None)
+
+
+def cases(
+    settings: Settings,
+    models: Sequence[str] = (),
+    cards: Sequence[tuple[int, ...]] = CARDS,
+    rams: Sequence[int] = RAMS,
+    sizes: Sequence[str] = SIZES,
+) -> Iterator[Case]:
+    """Every plan of the matrix that the simulator can hold, equal ones once. `models` empty: all fitted ones."""
+    catalogue = presets.load_catalogue(settings)
+    preset = presets.find_hardware(catalogue, "auto")
+    here = hardware.probe(settings)
+    seen: set[str] = set()
+    for card in catalogue.models.values():
+        name = card.simulated_as or (str(card.folder) if card.folder else None)
+        if card.coefficients is None or name is None or (models and card.id not in models):
+            continue
+        for gpus, ram, size in product(cards, rams, sizes):
+            machine = _machine(here, gpus, ram)
+            request = _request(card, preset, size)
+            try:
+                plan = planner.plan(machine, card, request, preset, None, allowed=SIMULATED)
+            except PlanError:
+                continue
+            run = PlannedRun(
+                model=name,
+                plan=plan.model_copy(update={"estimate": None, "ladder": (), "reasons": (), "factors": None}),
+                height=request.height,
+                width=request.width,
+                num_frames=request.num_frames,
+                guidance_scale=request.guidance_scale,
+                vram_bytes=tuple(one * GIB for one in gpus),
+                context_bytes=GPU_CONTEXT_BYTES,
+            )
+            key = run.model_dump_json()
+            if key not in seen and plan.predicted_vram_bytes:
+                seen.add(key)
+                yield Case(card.id, gpus, ram, size, request, plan, run)
+
+
+def _machine(here: Hardware, gpus: tuple[int, ...], ram: int) -> Hardware:
+    machine = imagine(here, vram=[one * GIB for one in gpus], ram_bytes=ram * GIB)
+    disk = machine.data_disk.model_copy(update={"free_bytes": _PLENTY, "total_bytes": _PLENTY})
+    return machine.model_copy(update={"data_disk": disk, "download_disk": disk})
+
+
+def _request(card: ModelCard, preset: HardwarePreset, size: str) -> Request:
+    """`small`: half of the default's sides and a quarter of its frames; `largest`: the largest size it was trained on
+    and its most frames."""
+    usual, lattice = card.defaults, card.lattice
+    width, height, frames = usual.width, usual.height, usual.num_frames
+    if size == "small":
+        width, height, frames = width // 2, height // 2, max(1, frames // 4)
+    elif size == "largest":
+        trained = [tuple(map(int, text.split("x"))) for text in lattice.trained_sizes]
+        width, height = max([(width, height), *trained], key=lambda pair: pair[0] * pair[1])[:2]
+        frames = min(lattice.max_num_frames, 2 * frames)
+    draft = Draft(
+        model=card.id,
+        prompt="a red ball",
+        width=max(width, lattice.min_side),
+        height=max(height, lattice.min_side),
+        num_frames=frames,
+        seed=0,
+    )
+    # a model that starts from a picture is planned too, although this version refuses to run it
+    return resolve(draft, card.model_copy(update={"tasks": ("t2v",)}), preset)[0]
+
+
+def run_all(found: Sequence[Case], processes: int, on_row: Callable[[Row], None] = lambda _row: None) -> list[Row]:
+    """Simulate all cases, in that many processes; rows in the order of the cases.
+
+    Raises:
+        GenerationFailed: a simulator ended early.
+    """
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for index in range(len(found)):
+        waiting.put(index)
+    rows: dict[int, Row] = {}
+    failed: list[str] = []
+
+    def work() -> None:
+        command = [*command_line("simulate.command"), "plans"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as partner:
+            while not failed:
+                try:
+                    index = waiting.get_nowait()
+                except queue.Empty:
+                    break
+                outcome = _ask(partner.stdin, partner.stdout, found[index].run)
+                if outcome is None:
+                    failed.append(found[index].title)
+                    break
+                rows[index] = Row(found[index], outcome)
+                on_row(rows[index])
+            assert partner.stdin is not None  # noqa: S101 - for the type checker
+            partner.stdin.close()
+
+    threads = [threading.Thread(target=work) for _ in range(min(processes, len(found)) or 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise GenerationFailed(f"The simulator ended while it ran {failed[0]}; its message stands above.")
+    return [rows[index] for index in sorted(rows)]
+
+
+def _ask(stdin: IO[str] | None, stdout: IO[str] | None, run: PlannedRun) -> PlannedOutcome | None:
+    assert stdin is not None  # noqa: S101 - for the type checker
+    assert stdout is not None  # noqa: S101
+    try:
+        stdin.write(run.model_dump_json() + "\n")
+        stdin.flush()
+        answer = stdout.readline()
+    except OSError:
+        return None
+    return PlannedOutcome.model_validate_json(answer) if answer else None
+
+
+def row_words(row: Row) -> str:
+    """One line for people."""
+    if row.outcome.error is not None:
+        return row.outcome.error
+    excess = "no VRAM used" if row.excess is None else f"prediction {row.excess:+.1%}"
+    return f"{excess}, simulated in {row.outcome.seconds:.0f} s"
+
+
+class Summary(NamedTuple):
+    """Of all rows: how far the predictions are off."""
+
+    runs: int
+    failed: int
+    over: int
+    """Runs that took more than was predicted."""
+    median_excess: float
+    largest_excess: float
+    smallest_excess: float
+
+
+def summary(rows: Sequence[Row]) -> Summary:
+    """Of the rows that ran; those that did not are counted."""
+    shares = [row.excess for row in rows if row.outcome.error is None and row.excess is not None]
+    return Summary(
+        runs=len(rows),
+        failed=sum(row.outcome.error is not None for row in rows),
+        over=sum(share < 0 for share in shares),
+        median_excess=median(shares) if shares else 0.0,
+        largest_excess=max(shares, default=0.0),
+        smallest_excess=min(shares, default=0.0),
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown, one line a run, for the docs."""
+    heads = ("model", "cards", "RAM", "size", "held", "predicted", "simulated", "excess")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for case, outcome in rows:
+        cards = "+".join(map(str, case.cards))
+        request = case.request
+        size = f"{request.width}x{request.height}x{request.num_frames}"
+        start = f"| {case.model} | {cards} GB | {case.ram} GB | {size} | {how_words(case.plan.placements)} "
+        predicted = case.plan.predicted_vram_bytes
+        wanted = ", ".join(format_bytes(size) for size in predicted.values())
+        if outcome.error is not None:
+            lines.append(f"{start}| {wanted} | {outcome.error} | |")
+            continue
+        seen = ", ".join(format_bytes(outcome.vram_bytes.get(device, 0)) for device in predicted)
+        excess = Row(case, outcome).excess
+        lines.append(f"{start}| {wanted} | {seen} | {'' if excess is None else f'{excess:+.1%}'} |")
+    return "\n".join(lines)
+
+
+def summary_words(found: Summary) -> str:
+    """One paragraph for people."""
+    return (
+        f"{found.runs} plans simulated; {found.failed} did not run; {found.over} took more VRAM than predicted. The "
+        f"prediction exceeds the peak by {found.median_excess:.1%} (median), {found.smallest_excess:.1%} to "
+        f"{found.largest_excess:.1%}."
+    )

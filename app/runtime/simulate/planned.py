@@ -1,0 +1,90 @@
+"""A plan of the planner, as the simulator holds it; and a process that runs such plans one after another.
+
+    python -m app.runtime.simulate plans < jobs.jsonl > results.jsonl
+
+Each line in is a `PlannedRun`, each line out its `Outcome`: the process is a partner for `pocketreel bench matrix`,
+which must not import torch itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+import torch
+
+from app.errors import PlanError, PocketreelError
+from app.plans import SIMULATED, Arrangement, Placement, PlannedOutcome, PlannedRun, Strategy
+from app.runtime.simulate.run import simulate
+from app.runtime.simulate.values import ComponentSetup, GpuSpec, Hold, MachineSpec, Setup, Shape
+
+_HOLDS = {
+    Strategy.RESIDENT: Hold.RESIDENT,
+    Strategy.MODEL_OFFLOAD: Hold.MODEL_OFFLOAD,
+    Strategy.BLOCK: Hold.BLOCK,
+    Strategy.LEAF: Hold.LEAF,
+    Strategy.CPU: Hold.CPU,
+}
+
+
+def setup_of(plan: Arrangement) -> Setup:
+    """How the simulator holds what a plan says.
+
+    Raises:
+        PlanError: it reads from the disk or spreads blocks over cards, which the simulator cannot hold.
+    """
+    return Setup(
+        components={placement.component: _component(placement) for placement in plan.placements},
+        vae_tiling=plan.vae_tiling,
+    )
+
+
+def _component(placement: Placement) -> ComponentSetup:
+    if placement.strategy not in SIMULATED.strategies or placement.shards:
+        how = "spread over several cards" if placement.shards else placement.strategy
+        raise PlanError(f"The simulator cannot hold {placement.component} {how}.")
+    return ComponentSetup(
+        hold=_HOLDS[placement.strategy],
+        device=placement.device,
+        num_blocks_per_group=placement.num_blocks_per_group or 1,
+        use_stream=placement.use_stream,
+        record_stream=placement.record_stream,
+        low_cpu_mem_usage=placement.low_cpu_mem_usage,
+        dtype=placement.dtype,
+        storage_dtype=placement.storage_dtype,
+    )
+
+
+def run_planned(run: PlannedRun) -> PlannedOutcome:
+    """Simulate one plan on cards of the given sizes. What does not fit, or cannot be held, is told, not raised."""
+    machine = MachineSpec(
+        gpus=tuple(GpuSpec(capacity_bytes=size, context_bytes=run.context_bytes) for size in run.vram_bytes)
+        or (GpuSpec(),)
+    )
+    shape = Shape(height=run.height, width=run.width, num_frames=run.num_frames, guidance_scale=run.guidance_scale)
+    try:
+        result = simulate(run.model, shape, setup_of(run.plan), machine)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        where = " ".join(getattr(error, "__notes__", ()))
+        return PlannedOutcome(error=f"does not fit: {error} ({where})")
+    except (PocketreelError, RuntimeError, ValueError) as error:
+        return PlannedOutcome(error=f"{type(error).__name__}: {error}")
+    return PlannedOutcome(
+        vram_bytes={f"cuda:{index}": result.peak(f"cuda:{index}") for index in range(len(run.vram_bytes))},
+        ram_bytes=result.peak("ram"),
+        pinned_bytes=result.pinned_bytes,
+        seconds=result.seconds,
+    )
+
+
+def serve(lines: TextIO, answers: TextIO) -> int:
+    """Answer each line until there are no more; 0."""
+    for line in lines:
+        answers.write(run_planned(PlannedRun.model_validate_json(line)).model_dump_json() + "\n")
+        answers.flush()
+    return 0
+
+
+def main() -> int:
+    """Of `python -m app.runtime.simulate plans`."""
+    return serve(sys.stdin, sys.stdout)
