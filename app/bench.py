@@ -28,7 +28,7 @@ from app.errors import GenerationFailed
 from app.hardware.measured import Link, Measured, disk_read_rate, keep_measured
 from app.jobs import JobService
 from app.presets import format_bytes
-from app.schema import Draft, JobStatus
+from app.schema import Backend, Draft, JobStatus
 from app.worker import command_line
 
 _BARE_PAGE = """
@@ -146,14 +146,22 @@ def link(settings: Settings, seconds: float = 30.0) -> Measured:
         GenerationFailed: torch did not start; its message is in the error.
         BadInput: the data folder cannot be written.
     """
+    found = hardware.probe(settings)
+    environment = dict(os.environ)
+    if nvidia := [gpu.uuid for gpu in found.gpus if gpu.backend is Backend.CUDA]:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(nvidia)  # so that torch counts them as the probe does
     command = [*command_line("link"), str(seconds / 2)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 120, check=False)
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds + 120, check=False, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        raise GenerationFailed("torch did not answer in time. `pocketreel doctor` may tell why.") from None
     if answer.returncode != 0:
         raise GenerationFailed(
             f"torch could not be asked: {answer.stderr.strip()[-500:]} `pocketreel doctor` may help."
         )
     told = json.loads(answer.stdout.splitlines()[-1])
-    found = hardware.probe(settings)
     folders = {disk.path for disk in (found.data_disk, found.spill_disk, found.download_disk) if disk is not None}
     disks: dict[str, float] = {}
     by_device: dict[int, float | None] = {}
@@ -166,7 +174,11 @@ def link(settings: Settings, seconds: float = 30.0) -> Measured:
             disks[str(folder)] = rate
     measured = Measured(
         at=datetime.now(UTC),
-        links={uuid: Link.model_validate(rates) for uuid, rates in told["links"].items()},
+        links={
+            gpu.uuid: Link.model_validate(told["links"][str(gpu.index)])
+            for gpu in found.gpus
+            if gpu.backend in (Backend.CUDA, Backend.ROCM) and str(gpu.index) in told["links"]
+        },
         disks=disks,
         copy_bytes_per_second=told["copy"],
     )

@@ -3,7 +3,7 @@
 Each plan carries the factors it was made with, so what a run really needed can be told apart from what they added.
 Memory: the working part alone is scaled, for weights are known to the byte; the largest factor of the last runs counts,
 since one underestimate costs a job and an overestimate some speed. Time: the median by stage. Nothing is learned from
-runs that did not end well, from another machine, or from before a reset.
+runs that did not end well, from another machine, or from before a reset; a card and the CPU are told apart.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Final, NamedTuple
 
-from app.plans import OUTSIDE_TORCH, Estimate, Factors, Stage
+from app import __version__
+from app.coefficients import Coefficients
+from app.plans import OUTSIDE_TORCH, SCALED, Estimate, Factors, Learned, Stage
 from app.schema import Hardware, Job, JobStatus, Report
 from app.store import Store
 
@@ -53,21 +55,40 @@ class Compared(NamedTuple):
 
 
 def machine_key(hardware: Hardware) -> str:
-    """Names this machine: what was learned on other cards does not count here."""
-    names = [hardware.cpu_name, str(hardware.cpu_count), *(gpu.name for gpu in hardware.gpus)]
-    return "|".join(names)
+    """Names this machine and the speeds that predictions start from: what was learned on others does not count here.
+
+    The program's version is part of it, because a new one may predict otherwise.
+    """
+    speeds = [hardware.copy_bytes_per_second, hardware.data_disk.read_bytes_per_second]
+    for gpu in hardware.gpus:
+        speeds += [gpu.total_bytes, gpu.pinned_bytes_per_second, gpu.pageable_bytes_per_second]
+    names = [__version__, hardware.cpu_name, str(hardware.cpu_count), *(gpu.name for gpu in hardware.gpus)]
+    return "|".join([*names, *(f"{speed:.3g}" if speed else "-" for speed in speeds)])
 
 
-def learned(store: Store, model: str, machine: str) -> Factors:
-    """What this data folder's history teaches about a model on this machine."""
+def learned(store: Store, coefficients: Coefficients, machine: str) -> Learned:
+    """What this data folder's history teaches about a model on this machine.
+
+    Raises:
+        StoreError: the history cannot be read.
+    """
     reset = store.fact(RESET_FACT)
     since = datetime.fromisoformat(reset) if reset is not None else None
-    jobs = (
+    jobs = [
         job
         for job in store.list(limit=LOOKED_THROUGH)
         if since is None or (job.finished_at is not None and job.finished_at > since)
+    ]
+    model = coefficients.fingerprint
+    return Learned(
+        cpu=factors_from((job for job in jobs if job.plan.device == "cpu"), model, machine),
+        gpu=factors_from((job for job in jobs if job.plan.device != "cpu"), model, machine),
     )
-    return factors_from(jobs, model, machine)
+
+
+def revision(store: Store) -> tuple[str | None, int]:
+    """Changes whenever `learned` may: with each job that ends well, in whatever process, and with a reset."""
+    return store.fact(RESET_FACT), store.completed_count()
 
 
 def forget(store: Store) -> None:
@@ -76,10 +97,11 @@ def forget(store: Store) -> None:
 
 
 def factors_from(jobs: Iterable[Job], model: str, machine: str) -> Factors:
-    """What the newest runs of a model (its coefficients' name) on this machine teach.
+    """What the newest runs of a model on this machine teach.
 
     Args:
         jobs: newest first, as `Store.list` gives them.
+        model: the fingerprint of its coefficients.
     """
     runs: list[tuple[Estimate, Factors, Report]] = []
     for job in jobs:
@@ -107,22 +129,40 @@ def _bounded(found: Sequence[float | None]) -> float:
 
 
 def _working_factor(estimate: Estimate, used: Factors, report: Report, *, ram: bool) -> float | None:
-    """How many times the predicted working memory a run took, at its worst stage; None where nothing tells."""
+    """How many times the predicted working memory a run took, where each memory was fullest; None: nothing tells.
+
+    Only there, because a stage begins with what the one before still holds: with model offload the last component
+    leaves the card after the next stage's count has begun.
+    """
     needed = []
+    for memory, stage, size in _peaks(report, ram=ram):
+        parts = [
+            part
+            for part in estimate.memory
+            if part.memory == memory and part.stage is stage and (ram or part.kind not in OUTSIDE_TORCH)
+        ]
+        scaled = sum(part.bytes for part in parts if part.kind in SCALED)
+        fixed = sum(part.bytes for part in parts) - scaled
+        raw = scaled / used.of_memory(memory)
+        if raw > _LEAST_SHARE * (fixed + raw):
+            needed.append((size - fixed) / raw)
+    return max(needed, default=None)
+
+
+def _peaks(report: Report, *, ram: bool) -> list[tuple[str, Stage, int]]:
+    """Each memory with the stage in which it was fullest, and how full."""
+    best: dict[str, tuple[str, Stage, int]] = {}
     for stage in report.stages:
         measured = {"ram": stage.peak_ram_bytes} if ram else stage.peak_vram_allocated_bytes
         for memory, size in measured.items():
-            parts = [
-                part
-                for part in estimate.memory
-                if part.memory == memory and part.stage is stage.stage and (ram or part.kind not in OUTSIDE_TORCH)
-            ]
-            scaled = sum(part.bytes for part in parts if part.kind in used.scaled)
-            fixed = sum(part.bytes for part in parts) - scaled
-            raw = scaled / (used.ram if ram else used.vram)
-            if raw > _LEAST_SHARE * (fixed + raw):
-                needed.append((size - fixed) / raw)
-    return max(needed, default=None)
+            if memory not in best or size > best[memory][2]:
+                best[memory] = (memory, stage.stage, size)
+    return list(best.values())
+
+
+def _counts(report: Report, stage: Stage) -> bool:
+    """Whether a stage's seconds can be compared: predicted is a run with the model and the libraries loaded anew."""
+    return stage is not Stage.LOAD or (report.fresh and not report.warm)
 
 
 def _time_factors(runs: Sequence[tuple[Estimate, Factors, Report]]) -> dict[Stage, float]:
@@ -131,8 +171,7 @@ def _time_factors(runs: Sequence[tuple[Estimate, Factors, Report]]) -> dict[Stag
     for estimate, used, report in runs:
         for stage in report.stages:
             predicted = estimate.seconds(stage.stage) / used.seconds.get(stage.stage, 1.0)
-            # a warm worker has loaded before: that teaches nothing about loading
-            if predicted > 0 and stage.seconds > 0 and not (report.warm and stage.stage is Stage.LOAD):
+            if predicted > 0 and stage.seconds > 0 and _counts(report, stage.stage):
                 found.setdefault(stage.stage, []).append(stage.seconds / predicted)
     return {stage: min(max(median(ratios), low), high) for stage, ratios in found.items()}
 
@@ -142,7 +181,7 @@ def compare(job: Job) -> tuple[Compared, ...]:
     estimate, report = job.plan.estimate, job.report
     if estimate is None or report is None or job.status is not JobStatus.COMPLETED:
         return ()
-    stages = [stage.stage for stage in report.stages if not (report.warm and stage.stage is Stage.LOAD)]
+    stages = [stage.stage for stage in report.stages if _counts(report, stage.stage)]
     seconds = sum(stage.seconds for stage in report.stages if stage.stage in stages)
     pairs = [("seconds", sum(estimate.seconds(stage) for stage in stages), seconds)]
     pairs.append(("ram", estimate.peak("ram"), report.peak_ram_bytes))

@@ -19,8 +19,9 @@ import typer
 
 from app import __version__
 from app.cli_plan import PASSED_ON, bench, plan, simulate
+from app.config import LOCAL_OWNER
 from app.errors import GenerationCanceled, GenerationFailed, PocketreelError, TimedOut
-from app.shell import OWNER, AsJson, err, guarded, out, parse_size, print_json
+from app.shell import AsJson, err, guarded, out, parse_size, print_json
 
 if TYPE_CHECKING:
     from app.jobs import JobService
@@ -150,7 +151,7 @@ def history(
 
     store = Store(load_settings().database)
     try:
-        jobs = store.list(owner=OWNER, limit=limit)
+        jobs = store.list(owner=LOCAL_OWNER, limit=limit)
     finally:
         store.close()
     if as_json:
@@ -235,16 +236,16 @@ def _generate(service: JobService, draft: Draft, output: Path, *, overwrite: boo
     from app import terminal
     from app.schema import JobStatus
 
-    job = service.submit(draft, owner=OWNER, output_path=output, overwrite=overwrite)
+    job = service.submit(draft, owner=LOCAL_OWNER, output_path=output, overwrite=overwrite)
     for notice in job.notices:
         err.print(f"Note: {notice.text}", markup=False)
     stop = threading.Event()
     with _stop_signals(stop), terminal.progress_bar(err) as bar:
         while not job.status.final:
-            job = service.wait(job.id, owner=OWNER, timeout=0.2)
+            job = service.wait(job.id, owner=LOCAL_OWNER, timeout=0.2)
             bar.show(service.progress(job.id) if job.status is JobStatus.RUNNING else None)
             if stop.is_set():
-                service.cancel(job.id, owner=OWNER)
+                service.cancel(job.id, owner=LOCAL_OWNER)
     return job
 
 

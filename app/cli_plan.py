@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from app.errors import InvalidRequest
 from app.shell import AsJson, err, guarded, out, parse_size, print_json
 
 bench = typer.Typer(help="Measure this installation; the figures in the README come from here.", no_args_is_help=True)
@@ -116,23 +117,36 @@ def matrix(
     from app import matrix as plans
     from app.config import load_settings
 
-    machines = (tuple(int(one) for one in cards.split("+")),) if cards else plans.CARDS
+    settings = load_settings()
+    machines = (_cards(cards),) if cards else plans.CARDS
+    if size is not None and size not in plans.SIZES:
+        raise InvalidRequest(f"--size is one of {', '.join(plans.SIZES)}.", field="size")
+    if to is not None and not to.absolute().parent.is_dir():
+        raise InvalidRequest(f"The folder of {to} does not exist. Make it, or name another file.", field="to")
     found = list(
-        plans.cases(
-            load_settings(), model or (), machines, (ram,) if ram else plans.RAMS, (size,) if size else plans.SIZES
-        )
+        plans.cases(settings, model or (), machines, (ram,) if ram else plans.RAMS, (size,) if size else plans.SIZES)
     )
+    if not found:
+        raise InvalidRequest("No fitted model has a plan there. `pocketreel plan --all` shows the models' ids.")
     rows = plans.run_all(found, processes, lambda row: err.print(f"{row.case.title}: {plans.row_words(row)}"))
     result = plans.summary(rows)
+    _show(result._asdict(), plans.summary_words(result), as_json=as_json)
     if to is not None:
         to.write_text(f"{plans.summary_words(result)}\n\n{plans.table(rows)}\n", "utf-8")
-    _show(result._asdict(), plans.summary_words(result), as_json=as_json)
+
+
+def _cards(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(one) for one in text.split("+"))
+    except ValueError:
+        raise InvalidRequest(f"--cards {text!r} is not GB of VRAM like 8 or 6+12.", field="cards") from None
 
 
 def _show(document: Any, text: str, *, as_json: bool) -> None:
     print_json(document) if as_json else out.print(text, markup=False)
 
 
+@guarded
 def simulate(context: typer.Context) -> None:
     """Run a model on simulated devices, from its configuration alone: the peak of each memory in each stage."""
     from app.config import load_settings
@@ -142,7 +156,7 @@ def simulate(context: typer.Context) -> None:
     arguments = list(context.args)
     if not arguments or arguments[0].startswith("-"):
         arguments = arguments or ["--help"]
-    elif arguments[0] not in ("models", "run", "fit", "matrix"):
+    elif arguments[0] not in ("models", "run", "fit", "plans"):
         arguments.insert(0, "run")
     names = simulator_names(load_settings())
     known = [names.get(argument, argument) for argument in arguments]

@@ -8,6 +8,7 @@ All sizes are bytes in the number format in which the model was loaded for the f
 
 from __future__ import annotations
 
+import hashlib
 from functools import cached_property
 from itertools import pairwise
 
@@ -166,3 +167,8 @@ class Coefficients(Value):
     decode: VideoLaw
     decode_tiled: TiledLaw | None = None
     """None: the VAE has no tiling, or it was left out."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells one fit from another: name and a few digits of a hash over everything in it."""
+        return f"{self.model}-{hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:8]}"

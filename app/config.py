@@ -45,6 +45,10 @@ def hub_folder() -> Path:
     return (Path(cache) if cache else Path(variables.get("HF_HOME") or home) / "hub").expanduser()
 
 
+LOCAL_OWNER = "local"
+"""Who works at this machine itself: the command line, and the page when it is asked from the loopback address."""
+
+
 class Settings(BaseSettings):
     """What can be set. Every field is also a key of config.toml and, in capitals, a POCKETREEL_* variable."""
 

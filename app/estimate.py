@@ -10,7 +10,7 @@ Not covered: quantized weights, torch.compile, step caches, a picture larger tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, Literal, NamedTuple
 
 from app.coefficients import Coefficients, ComponentFacts
@@ -22,6 +22,8 @@ from app.workload import Sizes, Task, sizes_of, stage_of, stored_bytes, task_of
 
 WORKER_BASE_BYTES: Final = int(0.9 * GIB)
 """A worker with torch and diffusers imported and no model: 0.75 GiB seen in a job that failed to load; rounded up."""
+WORKER_START_SECONDS: Final = 6.0
+"""Importing torch and diffusers: 5 to 7 s on the two cores of the README's figures; other machines ASSUMED alike."""
 GPU_CONTEXT_BYTES: Final = int(0.5 * GIB)
 """The CUDA context, outside of torch's own count (about 450 MiB assumed, facts/memory.md)."""
 CUDA_RAM_BYTES: Final = 1 * GIB
@@ -68,28 +70,22 @@ def cost_of(task: Task, machine: Machine, placement: Placement, *, tiling: bool,
         sizes = sizes_of(facts, placement.dtype, placement.storage_dtype)
     stage = stage_of(placement.component)
     working = _working(task, placement, facts, stage, tiling=tiling)
+    if task.factors is not None:
+        working = round(working * task.factors.of_memory("ram" if placement.device == "cpu" else placement.device))
     held, active = _memory(placement, facts, sizes, stage, working)
     if task.picture and placement.component == "vae" and placement.strategy is Strategy.MODEL_OFFLOAD:
         # diffusers' hooks leave the VAE of image-to-video on the card while it denoises (facts/diffusers-0.42-traps.md)
         held = [*held, _weights(placement, placement.device, (Stage.ENCODE, Stage.DENOISE), sizes.weights)]
     on_disk = _weights(placement, "disk", RESTING, stored_bytes(facts))
-    seconds = tuple(times(task, machine, placement, facts, sizes, tiling=tiling))
-    return _learned(Cost((*held, on_disk), tuple(active), seconds), task.factors)
+    seconds = _learned(times(task, machine, placement, facts, sizes, tiling=tiling), task.factors)
+    return Cost((*held, on_disk), tuple(active), seconds)
 
 
-def _learned(cost: Cost, factors: Factors | None) -> Cost:
+def _learned(parts: Iterable[Seconds], factors: Factors | None) -> tuple[Seconds, ...]:
     """Times what earlier runs taught."""
     if factors is None:
-        return cost
-
-    def scaled(part: Bytes) -> Bytes:
-        return part._replace(size=round(part.size * factors.of_memory(part.memory, part.kind)))
-
-    return Cost(
-        tuple(map(scaled, cost.held)),
-        tuple(map(scaled, cost.active)),
-        tuple(part._replace(seconds=part.seconds * factors.seconds.get(part.stage, 1.0)) for part in cost.time),
-    )
+        return tuple(parts)
+    return tuple(part._replace(seconds=part.seconds * factors.seconds.get(part.stage, 1.0)) for part in parts)
 
 
 def _working(task: Task, placement: Placement, facts: ComponentFacts, stage: Stage, *, tiling: bool) -> int:
@@ -167,7 +163,7 @@ def _offloaded(placement: Placement, sizes: Sizes, unit: int) -> list[Bytes]:
     held = [_weights(placement, "ram", RESTING, sizes.weights)]
     if placement.use_stream:
         travelling = 2 * unit if placement.strategy is Strategy.BLOCK else min(8 * unit, 2 * unit + TRAVELLING_LEAVES)
-        held += [Bytes(memory, RESTING, name, "working", travelling) for memory in ("ram", "pinned")]
+        held += [Bytes(memory, RESTING, name, "weights", travelling) for memory in ("ram", "pinned")]
     return held
 
 
@@ -188,13 +184,19 @@ def _reserve(placement: Placement, device: str, stages: tuple[Stage, ...], size:
 
 def base_cost(task: Task, devices: Sequence[str]) -> Cost:
     """What a run needs whatever its placements: the worker, the frames, the context of each card used, the file."""
-    held = [
-        Bytes("ram", RESTING, "", "worker", WORKER_BASE_BYTES + (CUDA_RAM_BYTES if devices else 0)),
-        Bytes("ram", (Stage.DECODE, Stage.EXPORT), "", "frames", task.frame_bytes),
+    worker, frames = WORKER_BASE_BYTES + (CUDA_RAM_BYTES if devices else 0), task.frame_bytes
+    if task.factors is not None:
+        worker, frames = (round(size * task.factors.ram) for size in (worker, frames))
+    held = (
+        Bytes("ram", RESTING, "", "worker", worker),
+        Bytes("ram", (Stage.DECODE, Stage.EXPORT), "", "frames", frames),
         *(Bytes(device, RESTING, "", "context", GPU_CONTEXT_BYTES) for device in devices),
-    ]
-    export = task.pixels * task.num_frames / EXPORT_PIXELS_PER_SECOND
-    return _learned(Cost(tuple(held), (), (Seconds(Stage.EXPORT, "", "compute", export),)), task.factors)
+    )
+    time = (
+        Seconds(Stage.LOAD, "", "overhead", WORKER_START_SECONDS),
+        Seconds(Stage.EXPORT, "", "compute", task.pixels * task.num_frames / EXPORT_PIXELS_PER_SECOND),
+    )
+    return Cost(held, (), _learned(time, task.factors))
 
 
 def estimate(

@@ -1,11 +1,7 @@
 """The service: submit, cancel, list. Jobs live in the store; a page or a terminal only shows them.
 
-One runner thread with one warm worker takes jobs one by one, fairly between owners. Each service instance holds a lock
-file while it lives; jobs of an instance whose lock is free were interrupted by a crash and are marked so at the next
-start, their half-written folders removed. Two processes on one data folder (the page and a command line) thus share it.
-
-If the end of a job cannot be saved (disk full, database locked), it is kept in memory and shown from there; the video
-is in place before anything is recorded, and names its job, so that a restart finds out.
+One runner thread with one warm worker takes jobs one by one, fairly between owners. How they end is `records`' matter:
+two processes on one data folder (the page and a command line) share it, and what a crash left is settled at the start.
 """
 
 from __future__ import annotations
@@ -13,33 +9,30 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
-from filelock import FileLock, Timeout
 
 from app import __version__, calibration, events, hardware, planner, presets
 from app.config import Settings
-from app.errors import BadInput, InvalidRequest, NotFound, PlanError, StoreError
-from app.mp4 import read_metadata
-from app.outputs import check_output, publish_somehow, scratch_of
+from app.errors import InvalidRequest, NotFound, PlanError, StoreError
+from app.outputs import check_output, scratch_of
+from app.records import Instance, Records
 from app.resolve import resolve
 from app.schema import (
     Backend,
     Draft,
     ErrorKind,
-    Factors,
     Gpu,
     Hardware,
     Job,
     JobStatus,
+    Learned,
     ModelCard,
     Notice,
     Plan,
@@ -55,8 +48,6 @@ STORE_POLL_SECONDS = 0.3
 """Between two looks for a cancel that another process left in the store."""
 RECOVER_SECONDS = 30.0
 """Between two looks for jobs of processes that died."""
-SAVE_PAUSES = (0.2, 1.0, 5.0)
-"""Between attempts to save how a job ended: a full disk or a lock often passes."""
 MAX_PENDING_PER_OWNER = 20
 """One person of a household cannot fill the queue for the others."""
 
@@ -85,19 +76,17 @@ class JobService:
         self.settings = settings
         self.catalogue = presets.load_catalogue(settings)
         self.store = Store(settings.database)
-        self._instance = secrets.token_hex(8)
         try:
-            settings.locks.mkdir(parents=True, exist_ok=True)
-            # not thread-local: `close` may come from another thread
-            self._instance_lock = FileLock(self._lock_file(self._instance), thread_local=False)
-            self._instance_lock.acquire()
+            self._instance = Instance(settings.locks)
         except OSError as error:
             self.store.close()
             raise StoreError(
                 f"The data folder {settings.data_dir} cannot be used: {error}. Check that you may write there, or "
                 "choose another with POCKETREEL_DATA_DIR."
             ) from error
-        self._recover()
+        self._closing = False
+        self._records = Records(self.store, impatient=lambda: self._closing)
+        self._records.recover(self._instance)
         self._recovered_at = time.monotonic()
         self._worker = worker or Worker(
             settings.logs,
@@ -109,12 +98,10 @@ class JobService:
         self._running: str | None = None
         self._canceled = threading.Event()
         self._canceled_by_owner = False
-        self._unsaved: dict[str, Job] = {}
         self._last_report: Report | None = None
-        self._factors: dict[tuple[str, str], Factors] = {}
+        self._kept_learned: tuple[Any, Learned] | None = None
         self._progress: dict[str, Progress] = {}
         self._served: dict[str, float] = {}
-        self._closing = False
         self._runner = threading.Thread(target=self._serve, name="runner", daemon=True)
         self._runner.start()
 
@@ -157,7 +144,7 @@ class JobService:
                 raise InvalidRequest(
                     f"{MAX_PENDING_PER_OWNER} of your videos wait already. Let one finish or cancel one."
                 )
-            self.store.add(job, runner=self._instance)
+            self.store.add(job, runner=self._instance.name)
             self._pending.append((job, card))
             self._changed.notify_all()
         return job
@@ -174,24 +161,24 @@ class JobService:
                 self._canceled_by_owner = True
                 self._canceled.set()
             elif any(waiting.id == job_id for waiting, _ in self._pending):
-                self._finish(job, JobStatus.CANCELED)
+                self._records.finish(job, JobStatus.CANCELED)
                 self._pending = [(waiting, card) for waiting, card in self._pending if waiting.id != job_id]
             elif not job.status.final:
                 self.store.request_cancel(job_id)
-                self._recover()  # its process may be dead
+                self._records.recover(self._instance)  # its process may be dead
             self._changed.notify_all()
         return self.get(job_id, owner=owner)
 
     def get(self, job_id: str, *, owner: str) -> Job:
         """Raises NotFound for an unknown job and for somebody else's alike."""
-        job = self._unsaved.get(job_id) or self.store.get(job_id)
+        job = self._records.get(job_id)
         if job is None or job.owner != owner:
             raise NotFound(f"There is no job {job_id}. `pocketreel history` lists yours.")
         return job
 
     def list(self, *, owner: str, limit: int = 50) -> Sequence[Job]:
         """The owner's jobs, newest first."""
-        return [self._unsaved.get(job.id, job) for job in self.store.list(owner=owner, limit=limit)]
+        return self._records.list(owner=owner, limit=limit)
 
     def progress(self, job_id: str) -> Progress | None:
         """Of a running job; None before and after."""
@@ -221,8 +208,7 @@ class JobService:
             self._changed.notify_all()
         self._runner.join()
         self._worker.stop()
-        self._instance_lock.release()
-        self._lock_file(self._instance).unlink(missing_ok=True)
+        self._instance.release()
         self.store.close()
 
     # ------------------------------------------------------------------------------------------------ inside
@@ -252,22 +238,23 @@ class JobService:
             preset,
             presets.tensor_counts(card),
             allowed=planner.RUNTIME,  # what the planner knows beyond it, `pocketreel plan` shows
-            factors=self._learned(card, found),
+            learned=self._learned(card, found),
             presets=self.catalogue.hardware.values(),
         )
 
-    def _learned(self, card: ModelCard, found: Hardware) -> Factors | None:
-        """From the history; kept until a job ends, because a preview comes with every key that is pressed."""
+    def _learned(self, card: ModelCard, found: Hardware) -> Learned | None:
+        """From the history; kept until it changes, because a preview comes with every key that is pressed."""
         if card.coefficients is None:
             return None
-        key = (card.coefficients.model, calibration.machine_key(found))
-        if key not in self._factors:
-            try:
-                self._factors[key] = calibration.learned(self.store, *key)
-            except StoreError:  # plain predictions are better than none
-                _log.exception("reading what earlier runs taught")
-                return Factors(model=key[0], machine=key[1])
-        return self._factors[key]
+        try:
+            key = (card.coefficients.fingerprint, calibration.machine_key(found), calibration.revision(self.store))
+            kept = self._kept_learned
+            if kept is None or kept[0] != key:
+                kept = self._kept_learned = (key, calibration.learned(self.store, card.coefficients, key[1]))
+            return kept[1]
+        except StoreError:  # plain predictions are better than none
+            _log.exception("reading what earlier runs taught")
+            return None
 
     def _with_own_worker(self, found: Hardware) -> Hardware:
         """What the warm worker holds is free for the next job: it gives back what that does not need."""
@@ -300,14 +287,16 @@ class JobService:
                 self._run(job, card)
             except Exception as error:  # noqa: BLE001 - the runner must outlive any one job
                 _log.exception("job %s", job.id)
-                self._fail(job, ErrorKind.INVALID, f"Pocketreel itself failed: {type(error).__name__}: {error}")
+                self._records.fail(job, ErrorKind.INVALID, f"Pocketreel itself failed: {type(error).__name__}: {error}")
             finally:
                 with self._changed:
                     self._running = None
                     self._progress.pop(job.id, None)
                     self._changed.notify_all()
         for job, _ in self._pending:
-            self._fail(job, ErrorKind.INTERRUPTED, "Pocketreel was closed before this job began. Submit it again.")
+            self._records.fail(
+                job, ErrorKind.INTERRUPTED, "Pocketreel was closed before this job began. Submit it again."
+            )
 
     def _take(self) -> tuple[Job, ModelCard] | None:
         """The next job, which counts as running from now on; None when the service closes."""
@@ -333,7 +322,7 @@ class JobService:
         if now - self._recovered_at > RECOVER_SECONDS:
             self._recovered_at = now
             try:
-                self._recover()
+                self._records.recover(self._instance)
             except StoreError:
                 _log.exception("looking for jobs of dead processes")
 
@@ -342,11 +331,13 @@ class JobService:
             plan = self._plan(job.request, card)
             log = self._worker.ensure_started()
         except PlanError as error:  # it did fit when it was submitted
-            self._fail(job, ErrorKind.RAM if re.search(r"\bRAM\b", str(error)) else ErrorKind.OOM, str(error))
+            self._records.fail(job, ErrorKind.RAM if re.search(r"\bRAM\b", str(error)) else ErrorKind.OOM, str(error))
             return
         except OSError as error:
             where = self.settings.data_dir
-            self._fail(job, ErrorKind.DISK, f"No worker could be started: {error}. Check the disk that holds {where}.")
+            self._records.fail(
+                job, ErrorKind.DISK, f"No worker could be started: {error}. Check the disk that holds {where}."
+            )
             return
         started = self.store.start(job.id, at=datetime.now(UTC), log_path=log, plan=plan)
         if started is None:
@@ -400,98 +391,14 @@ class JobService:
     def _record(self, job: Job, outcome: Outcome, log: Path) -> None:
         if isinstance(outcome, events.Completed):
             self._last_report = outcome.report
-            self._complete(job, outcome.report)
+            self._records.complete(job, outcome.report)
         elif isinstance(outcome, events.Failed):
             message = outcome.message if str(log) in outcome.message else f"{outcome.message} The log: {log}"
-            self._fail(job, outcome.kind, message, report=outcome.report)
+            self._records.fail(job, outcome.kind, message, report=outcome.report)
         elif self._closing and not self._canceled_by_owner:
-            self._fail(job, ErrorKind.INTERRUPTED, "Pocketreel was closed while this job ran. Submit it again.")
+            self._records.fail(job, ErrorKind.INTERRUPTED, "Pocketreel was closed while this job ran. Submit it again.")
         else:
-            self._finish(job, JobStatus.CANCELED)
-
-    def _complete(self, job: Job, report: Report) -> None:
-        """Put the checked file into place, then record it."""
-        scratch, wanted = scratch_of(job), job.output_path
-        try:
-            path = publish_somehow(scratch / events.VIDEO_NAME, wanted, overwrite=job.overwrite, job_id=job.id)
-        except OSError as error:
-            # the video stays where it is: it cost too much to be deleted
-            self._fail(
-                job,
-                ErrorKind.DISK,
-                f"The finished video could not be moved to {wanted}: {error.strerror or error}. "
-                f"It lies at {scratch / events.VIDEO_NAME}.",
-                report=report,
-            )
-            return
-        shutil.rmtree(scratch, ignore_errors=True)
-        notices = job.notices
-        if path != wanted:
-            notices = (
-                *notices,
-                Notice(field=None, text=f"{wanted.name} could not be replaced, so this is {path.name}."),
-            )
-        output = report.output.model_copy(update={"path": path}) if report.output is not None else None
-        report = report.model_copy(update={"output": output})
-        self._finish(job, JobStatus.COMPLETED, report=report, output_path=path, notices=notices)
-
-    def _fail(self, job: Job, kind: ErrorKind, message: str, report: Report | None = None) -> None:
-        self._finish(job, JobStatus.FAILED, error_kind=kind, error=message, report=report)
-
-    def _finish(self, job: Job, status: JobStatus, **changes: Any) -> None:
-        """Save how a job ended; never raises. What cannot be saved now is shown from memory."""
-        changes = {"status": status, "at": datetime.now(UTC), **changes}
-        self._factors.clear()
-        for pause in (*SAVE_PAUSES, None):
-            try:
-                self.store.finish(job.id, **changes)
-            except StoreError:
-                _log.exception("saving the end of job %s", job.id)
-                if pause is None or self._closing:
-                    changes["finished_at"] = changes.pop("at")
-                    self._unsaved[job.id] = job.model_copy(update=changes)
-                    return
-                time.sleep(pause)
-            else:
-                return
-
-    def _recover(self) -> None:
-        """Settle what dead instances left, remove their half-written folders and lock files."""
-        dead: dict[str, bool] = {}
-        for job, runner in self.store.unfinished():
-            if runner not in dead:
-                dead[runner] = runner != self._instance and self._is_free(runner)
-            if dead[runner]:
-                self._settle(job)
-        for path in self.settings.locks.glob("*.lock"):
-            if path.stem != self._instance and self._is_free(path.stem):
-                with suppress(OSError):
-                    path.unlink()
-
-    def _settle(self, job: Job) -> None:
-        """A job whose process died: completed if its video is in place, else interrupted."""
-        shutil.rmtree(scratch_of(job), ignore_errors=True)
-        try:
-            found = read_metadata(job.output_path)
-        except BadInput:
-            found = {}
-        if found.get("job") == job.id:
-            self._finish(job, JobStatus.COMPLETED, report=Report.model_validate(found["report"]))
-        else:
-            message = "Pocketreel ended (crash, power cut or kill) before this job did. Submit it again."
-            self._fail(job, ErrorKind.INTERRUPTED, message)
-
-    def _is_free(self, instance: str) -> bool:
-        lock = FileLock(self._lock_file(instance))
-        try:
-            lock.acquire(timeout=0)
-        except (Timeout, OSError):
-            return False
-        lock.release()
-        return True
-
-    def _lock_file(self, instance: str) -> Path:
-        return self.settings.locks / f"{instance}.lock"
+            self._records.finish(job, JobStatus.CANCELED)
 
     def _in_order(self) -> Sequence[tuple[Job, ModelCard]]:
         """Owners take turns; each owner's own jobs in the order they came."""

@@ -5,13 +5,17 @@ The simulator runs in processes of its own, one plan at a time each; this one on
 
 from __future__ import annotations
 
+import os
 import queue
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import product
 from statistics import median
-from typing import IO, Final, NamedTuple
+from typing import Final, NamedTuple, Self
+
+from pydantic import ValidationError
 
 from app import hardware, planner, presets
 from app.config import Settings
@@ -112,7 +116,7 @@ def _machine(here: Hardware, gpus: tuple[int, ...], ram: int) -> Hardware:
 
 def _request(card: ModelCard, preset: HardwarePreset, size: str) -> Request:
     """`small`: half of the default's sides and a quarter of its frames; `largest`: the largest size it was trained on
-    and its most frames."""
+    and twice the frames, as far as it can."""
     usual, lattice = card.defaults, card.lattice
     width, height, frames = usual.width, usual.height, usual.num_frames
     if size == "small":
@@ -146,21 +150,17 @@ def run_all(found: Sequence[Case], processes: int, on_row: Callable[[Row], None]
     failed: list[str] = []
 
     def work() -> None:
-        command = [*command_line("simulate.command"), "plans"]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as partner:
-            while not failed:
-                try:
-                    index = waiting.get_nowait()
-                except queue.Empty:
-                    break
-                outcome = _ask(partner.stdin, partner.stdout, found[index].run)
-                if outcome is None:
-                    failed.append(found[index].title)
-                    break
-                rows[index] = Row(found[index], outcome)
-                on_row(rows[index])
-            assert partner.stdin is not None  # noqa: S101 - for the type checker
-            partner.stdin.close()
+        try:
+            with _Simulator() as simulator:
+                while not failed:
+                    try:
+                        index = waiting.get_nowait()
+                    except queue.Empty:
+                        return
+                    rows[index] = Row(found[index], simulator.run(found[index]))
+                    on_row(rows[index])
+        except Exception as error:  # noqa: BLE001 - a thread that ends early must not look like one that is done
+            failed.append(str(error))
 
     threads = [threading.Thread(target=work) for _ in range(min(processes, len(found)) or 1)]
     for thread in threads:
@@ -168,20 +168,45 @@ def run_all(found: Sequence[Case], processes: int, on_row: Callable[[Row], None]
     for thread in threads:
         thread.join()
     if failed:
-        raise GenerationFailed(f"The simulator ended while it ran {failed[0]}; its message stands above.")
+        done = f" {len(rows)} of {len(found)} plans were simulated before." if rows else ""
+        raise GenerationFailed(f"{failed[0]}{done}")
     return [rows[index] for index in sorted(rows)]
 
 
-def _ask(stdin: IO[str] | None, stdout: IO[str] | None, run: PlannedRun) -> PlannedOutcome | None:
-    assert stdin is not None  # noqa: S101 - for the type checker
-    assert stdout is not None  # noqa: S101
-    try:
-        stdin.write(run.model_dump_json() + "\n")
-        stdin.flush()
-        answer = stdout.readline()
-    except OSError:
-        return None
-    return PlannedOutcome.model_validate_json(answer) if answer else None
+class _Simulator:
+    """A process of the simulator's own. A context manager."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [*command_line("simulate.command"), "plans"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        for stream in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):  # what it did not read before it ended
+                if stream is not None:
+                    stream.close()
+        self._process.wait()
+
+    def run(self, case: Case) -> PlannedOutcome:
+        """Raises GenerationFailed when the process ends or answers nonsense."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None  # noqa: S101 - for the type checker
+        assert stdout is not None  # noqa: S101
+        try:
+            stdin.write(case.run.model_dump_json().encode() + b"\n")
+            stdin.flush()
+            return PlannedOutcome.model_validate_json(stdout.readline())
+        except (OSError, ValidationError) as error:
+            raise GenerationFailed(
+                f"The simulator ended while it ran {case.title}; its message stands above."
+            ) from error
 
 
 def row_words(row: Row) -> str:

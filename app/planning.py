@@ -5,17 +5,19 @@ A plan is shown with all that the planner knows; beside it stands what this vers
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from app import calibration, hardware, planner, presets
 from app.config import Settings
-from app.errors import InvalidRequest, PlanError
+from app.errors import InvalidRequest, PlanError, StoreError
 from app.planner.imagine import imagine
 from app.planner.table import Cliff, FitRow, cliffs, fit_table, how_words
 from app.resolve import resolve
-from app.schema import Draft, Factors, Hardware, HardwarePreset, ModelCard, Notice, Plan, Request, Value
+from app.schema import Draft, Hardware, HardwarePreset, Learned, ModelCard, Notice, Plan, Request, Value
 from app.store import Store
 
+_log = logging.getLogger(__name__)
 _PROMPT = "a red ball"
 """Any prompt: plans reckon with the longest one anyway."""
 
@@ -72,6 +74,7 @@ class Planning:
             PresetError: a bundled preset is broken.
         """
         self.asked, self._settings = asked, settings
+        self._imagined = bool(asked.vram or asked.gpus or asked.ram)
         self.catalogue = presets.load_catalogue(settings)
         self.preset: HardwarePreset = presets.find_hardware(self.catalogue, asked.preset)
         found = hardware.probe(settings)
@@ -93,9 +96,9 @@ class Planning:
         card = presets.find_card(self.catalogue, self.asked.model)
         request, notices = self._request(card)
         counts = presets.tensor_counts(card)
-        factors = self._learned(card)
-        plan, error = self._plan(card, request, counts, factors, everything=True)
-        own, own_error = self._plan(card, request, counts, factors, everything=False)
+        learned = self._learned(card)
+        plan, error = self._plan(card, request, counts, learned, everything=True)
+        own, own_error = self._plan(card, request, counts, learned, everything=False)
         if "t2v" not in card.tasks:
             own, own_error = None, f"{card.title} needs a start image, which this version cannot take."
         return Outlook(
@@ -109,13 +112,17 @@ class Planning:
             this_version_error=own_error,
         )
 
-    def _learned(self, card: ModelCard) -> Factors | None:
-        """Of an imagined machine nothing was learned: its name is another."""
-        if card.coefficients is None:
+    def _learned(self, card: ModelCard) -> Learned | None:
+        """Of an imagined machine nothing is known, nor where the history cannot be read: a plan needs none."""
+        if card.coefficients is None or self._imagined:
             return None
-        store = Store(self._settings.database)
         try:
-            return calibration.learned(store, card.coefficients.model, calibration.machine_key(self.hardware))
+            store = Store(self._settings.database)
+        except StoreError as error:
+            _log.warning("planning without what earlier runs taught: %s", error)
+            return None
+        try:
+            return calibration.learned(store, card.coefficients, calibration.machine_key(self.hardware))
         finally:
             store.close()
 
@@ -154,7 +161,7 @@ class Planning:
         card: ModelCard,
         request: Request,
         counts: dict[str, dict[str, int]] | None,
-        factors: Factors | None,
+        learned: Learned | None,
         *,
         everything: bool,
     ) -> tuple[Plan | None, str | None]:
@@ -166,7 +173,7 @@ class Planning:
                 self.preset,
                 counts,
                 allowed=planner.EVERYTHING if everything else planner.RUNTIME,
-                factors=factors,
+                learned=learned,
                 presets=self.catalogue.hardware.values(),
             )
         except PlanError as error:

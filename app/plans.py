@@ -144,6 +144,10 @@ class Estimate(Value):
         return sum(part.seconds for part in self.time if stage is None or part.stage is stage)
 
 
+SCALED = ("working", "worker", "frames")
+"""Kinds of memory that factors scale, and with working memory its margin. Weights and contexts are known."""
+
+
 class Factors(Value):
     """What a plan's predictions were multiplied by, learned from earlier runs of the model on this machine."""
 
@@ -159,16 +163,19 @@ class Factors(Value):
     """Of working memory, the worker itself and the frames in RAM."""
     seconds: dict[Stage, float] = Field(default_factory=dict)
 
-    @property
-    def scaled(self) -> tuple[str, ...]:
-        """Kinds of memory that are scaled: all but weights, which are known, and margins."""
-        return ("working", "worker", "frames")
-
-    def of_memory(self, memory: str, kind: str) -> float:
-        """The factor of one part; what is on the disk and page-locked is known."""
-        if kind not in self.scaled or memory in ("disk", "pinned"):
-            return 1.0
+    def of_memory(self, memory: str) -> float:
+        """Of the kinds SCALED in that memory."""
         return self.ram if memory == "ram" else self.vram
+
+
+class Learned(Value):
+    """Factors by what computes: a card's speed says nothing of the CPU's."""
+
+    cpu: Factors
+    gpu: Factors
+
+    def of(self, device: str) -> Factors:
+        return self.cpu if device == "cpu" else self.gpu
 
 
 class Arrangement(Value):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from app.coefficients import Coefficients
-from app.plans import Abilities, Arrangement, Estimate, Factors, Placement, Plan, Shard, Stage, Strategy
+from app.plans import Abilities, Arrangement, Estimate, Factors, Learned, Placement, Plan, Shard, Stage, Strategy
 from app.value import GIB, Bytes, Seconds, Value
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "JobStatus",
     "JsonObject",
     "Lattice",
+    "Learned",
     "Limit",
     "ModelCard",
     "Notice",
@@ -340,6 +341,8 @@ class Report(Value):
     """What computed, in words: `CPU (AMD EPYC, 2 threads)` or the GPU's name."""
     warm: bool
     """The model was already loaded by an earlier job."""
+    fresh: bool = False
+    """It was the worker's first job: importing the libraries is in the seconds of its first stage."""
     versions: dict[str, str]
     output: OutputReport | None = None
 

@@ -13,9 +13,6 @@ from rich.console import Console
 
 from app.errors import BadInput, GenerationCanceled, GenerationFailed, InvalidRequest, PocketreelError
 
-OWNER = "local"
-"""Who works at this machine itself: the command line, and the page when it is bound to the loopback address."""
-
 out = Console(highlight=False, soft_wrap=True, emoji=False)
 err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 

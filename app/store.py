@@ -102,6 +102,11 @@ class Store:
     def cancel_requested(self, job_id: str) -> bool:
         return bool(self._query("SELECT 1 FROM jobs WHERE id = ? AND cancel_requested = 1", (job_id,)))
 
+    def completed_count(self) -> int:
+        """How many jobs have ended well."""
+        count: int = self._query("SELECT COUNT(*) FROM jobs WHERE status = ?", (JobStatus.COMPLETED,))[0][0]
+        return count
+
     def fact(self, name: str) -> str | None:
         """A single value kept under a name; None where none was."""
         rows = self._query("SELECT value FROM facts WHERE name = ?", (name,))

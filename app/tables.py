@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from app import calibration
-from app.config import Settings
+from app.config import LOCAL_OWNER, Settings
 from app.errors import PlanError
 from app.planner.table import Cliff, FitRow, how_words, short_how
 from app.planner.words import duration
@@ -63,9 +63,10 @@ def accuracy(settings: Settings) -> Answer:
     """Predicted against measured of the last runs, and how many fell inside the band."""
     store = Store(settings.database)
     try:
-        jobs = [job for job in store.list(limit=calibration.LOOKED_THROUGH) if calibration.compare(job)]
+        newest = store.list(owner=LOCAL_OWNER, limit=calibration.LOOKED_THROUGH)
     finally:
         store.close()
+    jobs = [job for job in newest if calibration.compare(job)]
     rows = [(job, one) for job in jobs[:ACCURACY_RUNS] for one in calibration.compare(job)]
     document = [{"job": job.id, "model": job.request.model, **one._asdict(), "inside": one.inside} for job, one in rows]
     if not rows:

@@ -9,23 +9,29 @@ from typing import Any
 import pytest
 
 from app import calibration
-from app.calibration import MEMORY_BOUNDS, RUNS, compare, factors_from, forget, learned, machine_key
+from app.calibration import MEMORY_BOUNDS, RUNS, compare, factors_from, forget, learned, machine_key, revision
+from app.estimate import estimate
 from app.planner import plan
+from app.plans import SCALED, Learned
 from app.schema import GIB, Factors, Job, JobStatus, Plan, Report, Stage, StageReport
+from app.speed import machine
 from app.store import Store
 from tests import models, values
 
 MACHINE = machine_key(values.hardware(gpus=(values.gpu(),)))
-MODEL = models.LITE.coefficients.model  # type: ignore[union-attr]
+LITE = models.LITE.coefficients
+assert LITE is not None
+MODEL = LITE.fingerprint
 ASKED = values.request(width=768, height=512, num_frames=121, num_inference_steps=50, guidance_scale=5.0)
 
 
 def planned(**factors: Any) -> Plan:
-    """A plan of the Lite model on a 24 GB card, made with these factors."""
-    card = values.gpu(total_bytes=24 * GIB, free_bytes=24 * GIB)
+    """A plan of the Lite model on a card that holds all of it, made with these factors."""
+    card = values.gpu(total_bytes=64 * GIB, free_bytes=64 * GIB)
     hardware = values.hardware(gpus=(card,), ram_total_bytes=64 * GIB, ram_available_bytes=60 * GIB)
     used = Factors(model=MODEL, machine=MACHINE, **factors)
-    return plan(hardware, models.LITE, ASKED, values.preset(), None, factors=used)
+    learned_here = Learned(cpu=Factors(model=MODEL, machine=MACHINE), gpu=used)
+    return plan(hardware, models.LITE, ASKED, values.preset(), None, learned=learned_here)
 
 
 def finished(
@@ -41,8 +47,8 @@ def finished(
         for memory in ("cuda:0", "ram"):
             parts = [p for p in estimate.memory if p.memory == memory and p.stage is stage]
             counted = [p for p in parts if memory == "ram" or p.kind not in ("context", "reserve")]
-            fixed = sum(p.bytes for p in counted if p.kind not in factors.scaled)
-            scaled = sum(p.bytes / factors.of_memory(memory, p.kind) for p in counted if p.kind in factors.scaled)
+            fixed = sum(p.bytes for p in counted if p.kind not in SCALED)
+            scaled = sum(p.bytes / factors.of_memory(memory) for p in counted if p.kind in SCALED)
             sizes[memory] = round(fixed + working * scaled)
         stages.append(
             StageReport(
@@ -55,7 +61,7 @@ def finished(
     fields: dict[str, Any] = {
         "status": JobStatus.COMPLETED,
         "plan": made,
-        "report": Report(stages=tuple(stages), device="a card", warm=warm, versions={}),
+        "report": Report(stages=tuple(stages), device="a card", warm=warm, fresh=not warm, versions={}),
         "finished_at": datetime.now(UTC),
     }
     return values.job(f"j{number}", **{**fields, **changes})
@@ -119,27 +125,76 @@ def test_a_warm_run_teaches_nothing_about_loading() -> None:
     assert factors.seconds[Stage.DENOISE] == pytest.approx(2.0, rel=0.01)
 
 
-def test_factors_change_the_parts_and_the_sum_stays_the_sum() -> None:
-    plain, adjusted = planned(), planned(runs=1, vram=1.2, ram=1.1, seconds={Stage.DENOISE: 2.0})
-    assert plain.estimate is not None
-    assert adjusted.estimate is not None
-    if plain.placements == adjusted.placements:
-        assert adjusted.estimate.seconds(Stage.DENOISE) == pytest.approx(2 * plain.estimate.seconds(Stage.DENOISE))
-    assert adjusted.estimate.seconds() == pytest.approx(sum(part.seconds for part in adjusted.estimate.time))
-    assert adjusted.predicted_vram_bytes["cuda:0"] == adjusted.estimate.peak("cuda:0", allocated=True)
+def test_factors_change_the_scaled_parts_and_their_margin_only() -> None:
+    placements = planned().placements
+    speeds = machine(values.hardware(gpus=(values.gpu(),)), (values.gpu(),))
+    used = Factors(model=MODEL, machine=MACHINE, runs=1, vram=1.5, ram=1.2, seconds={Stage.DENOISE: 2.0})
+    plain = estimate(LITE, ASKED, placements, speeds, tiling=False)
+    adjusted = estimate(LITE, ASKED, placements, speeds, tiling=False, factors=used)
+    seen = set()
+    for before, after in zip(plain.memory, adjusted.memory, strict=True):
+        assert (before.memory, before.stage, before.kind) == (after.memory, after.stage, after.kind)
+        expected = used.of_memory(before.memory) if before.kind in SCALED else 1.0
+        if before.kind != "reserve":
+            assert after.bytes == pytest.approx(before.bytes * expected, rel=1e-6)
+        seen.add((before.kind, expected != 1.0))
+    assert {("working", True), ("worker", True), ("weights", False), ("context", False)} <= seen
+    margins = [sum(p.bytes for p in one.memory if p.kind == "reserve") for one in (plain, adjusted)]
+    assert margins[1] > margins[0]
+    for part, again in zip(plain.time, adjusted.time, strict=True):
+        assert again.seconds == pytest.approx(part.seconds * (2.0 if part.stage is Stage.DENOISE else 1.0))
+
+
+def test_what_the_stage_before_left_on_the_card_teaches_nothing() -> None:
+    # model offload: decoding begins while the transformer is still there (accelerate moves it out a moment later)
+    job = finished(planned())
+    assert job.report is not None
+    full = job.report.peak_vram()["cuda:0"]
+    stages = tuple(
+        stage.model_copy(update={"peak_vram_allocated_bytes": {"cuda:0": full - 1}})
+        if stage.stage is Stage.EXPORT
+        else stage
+        for stage in job.report.stages
+    )
+    late = job.model_copy(update={"report": job.report.model_copy(update={"stages": stages})})
+    assert factors_from([late], MODEL, MACHINE).vram == pytest.approx(1.0, rel=0.01)
+
+
+def test_the_cpu_and_the_card_are_told_apart(tmp_path: Path) -> None:
+    store = Store(tmp_path / "db.sqlite3")
+    try:
+        on_card = finished(planned(), slower=2.0, number=1)
+        on_cpu = finished(planned(), slower=9.0, number=2)
+        on_cpu = on_cpu.model_copy(update={"plan": on_cpu.plan.model_copy(update={"device": "cpu"})})
+        before = revision(store)
+        store.add(on_card, runner="r")
+        store.add(on_cpu, runner="r")
+        assert revision(store) != before
+        found = learned(store, LITE, MACHINE)
+        assert found.of("cuda:0").seconds[Stage.DENOISE] == pytest.approx(2.0, rel=0.01)
+        assert found.of("cpu").seconds[Stage.DENOISE] == pytest.approx(9.0, rel=0.01)
+    finally:
+        store.close()
+
+
+def test_new_speeds_make_another_machine() -> None:
+    plain = values.hardware(gpus=(values.gpu(),))
+    assert machine_key(plain) != machine_key(values.hardware(gpus=(values.gpu(pinned_bytes_per_second=2e10),)))
+    assert machine_key(plain) != machine_key(plain.model_copy(update={"copy_bytes_per_second": 5e9}))
+    assert machine_key(plain) == machine_key(plain.model_copy(update={"ram_available_bytes": 1}))
 
 
 def test_reset_forgets_and_the_history_stays(tmp_path: Path) -> None:
     store = Store(tmp_path / "db.sqlite3")
     try:
         store.add(finished(planned(), working=1.2, number=1), runner="r")
-        assert learned(store, MODEL, MACHINE).vram == pytest.approx(1.2, rel=0.01)
+        assert learned(store, LITE, MACHINE).gpu.vram == pytest.approx(1.2, rel=0.01)
         forget(store)
-        assert learned(store, MODEL, MACHINE).runs == 0
+        assert learned(store, LITE, MACHINE).gpu.runs == 0
         assert len(store.list()) == 1
         later = datetime.now(UTC) + timedelta(seconds=1)
         store.add(finished(planned(), working=1.1, number=2, finished_at=later), runner="r")
-        assert learned(store, MODEL, MACHINE).vram == pytest.approx(1.1, rel=0.01)
+        assert learned(store, LITE, MACHINE).gpu.vram == pytest.approx(1.1, rel=0.01)
     finally:
         store.close()
 

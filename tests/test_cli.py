@@ -242,3 +242,24 @@ def test_old_code_pages_do_not_break_the_output(data_dir: Path) -> None:
 def test_version_and_help() -> None:
     assert run("--version").stdout.startswith("pocketreel 0.")
     assert "generate" in run("--help").stdout
+
+
+def test_what_was_predicted_and_what_came_of_it(tmp_path: Path) -> None:
+    empty = json.loads(run("plan", "--accuracy", "--json").stdout)
+    ran = run("generate", "a red ball", "-o", str(tmp_path / "clip.mp4"), *QUICK)
+    assert ran.returncode == 0, ran.stderr
+    said = json.loads(run("plan", "--accuracy", "--json").stdout)
+    assert {one["what"] for one in said[: len(said) - len(empty)]} == {"ram", "seconds"}
+    assert "inside the band" in run("plan", "--accuracy").stdout
+    assert any("adjusted to" in reason for reason in json.loads(run("plan", "--json").stdout)["plan"]["reasons"])
+    assert "plain again" in run("plan", "--reset-calibration").stdout
+    assert not any("adjusted to" in reason for reason in json.loads(run("plan", "--json").stdout)["plan"]["reasons"])
+
+
+def test_the_simulator_knows_cards_by_their_id() -> None:
+    listed = run("simulate", "models", "--json")
+    assert "wan2.1-t2v-1.3b" in json.loads(listed.stdout)
+    ran = run("simulate", "built-in", "--size", "64x64", "--frames", "5", "--vram", "2GiB", "--json")
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["output_shape"] == [1, 5, 64, 64, 3]
+    assert run("simulate", "no-such-model").returncode == 2

@@ -20,6 +20,7 @@ LAYERS = [
     {"speed", "workload", "timing", "estimate"},
     {"events", "config", "presets", "hardware", "store", "mp4", "demo"},
     {"resolve", "planner", "worker", "doctor", "outputs", "calibration"},
+    {"records"},
     {"jobs", "planning"},
     {"terminal", "tables", "bench", "web", "shell", "matrix"},
     {"cli_plan"},

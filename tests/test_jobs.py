@@ -324,7 +324,7 @@ def test_a_store_that_stays_broken_does_not_stop_the_service(
     def fail(*_: object, **__: object) -> None:
         raise StoreError("The disk is full")
 
-    monkeypatch.setattr("app.jobs.SAVE_PAUSES", (0.01,))
+    monkeypatch.setattr("app.records.SAVE_PAUSES", (0.01,))
     with monkeypatch.context() as patch:
         patch.setattr(shared.store, "finish", fail)
         job = finish(shared, shared.submit(SMALL, owner=ME))

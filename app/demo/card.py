@@ -51,7 +51,9 @@ _MAKING = """
 `python -m app.demo.train --out DIR` trains all of it again from nothing, with fixed seeds; a run that is killed goes on
 where it was.  The encoder is not trained: it is a linear map, built by initialisation, that averages every fourth frame
 over 4x4 pixels.  The transformer learns to denoise those tiny pictures; the decoder learns to draw crisp frames, and
-the frames between, from noisy ones.
+the frames between, from noisy ones.  Besides 12 channels of picture the latents have 15 of place (cosines of key, row
+and column), which the autoencoder passes over: the transformer denoises them too and so knows where each token lies.
+It learns in two courses, the first on varied paths, the second on three lanes close together, for the outlines.
 """
 
 
@@ -92,7 +94,7 @@ By motion: {_listed(result["by_motion"])}.
 """
     times = f"""
 Wall time of this training: text encoders {minutes["text"]:.0f} minutes, decoder {minutes["decoder"]:.0f} minutes,
-transformer {minutes["transformer"]:.0f} minutes, partly at the same time.
+transformer {minutes["transformer"]:.0f} and {minutes["fine"]:.0f} minutes, partly at the same time.
 """
     text = _HEAD + _knows() + _USE.format(**settings._asdict()) + measured + _MAKING + times
     (out / "README.md").write_text(text + notes, "utf-8")

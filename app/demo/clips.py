@@ -55,10 +55,14 @@ _LOW_CONTRAST = {
         ("cyan", "white"),
     )
 }
-_RADIUS = {"small": (0.27, 0.29), "mid": (0.41, 0.44), "big": (0.55, 0.58)}
+_RADIUS = {"small": 0.34, "mid": 0.46, "big": 0.58}
+_LANE = {"small": 0.16, "mid": 0.13, "big": 0.10}
+"""Distance of the outer lanes from the middle one."""
 _TRAVEL = {"small": 0.60, "mid": 0.50, "big": 0.42}
-_ORBIT = {"small": 0.50, "mid": 0.40, "big": 0.34}
-_GROWTH = {"small": 0.85, "mid": 1.0, "big": 1.15}
+_ORBIT = {"small": 0.50, "mid": 0.42, "big": 0.34}
+_GROWTH = {"small": 0.90, "mid": 1.0, "big": 1.10}
+_DROP = {"small": 0.92, "mid": 0.76, "big": 0.60}
+"""Height of a bounce."""
 
 
 class Attributes(NamedTuple):
@@ -206,36 +210,40 @@ def _floats(values: Any) -> Floats:
     return np.asarray(values, np.float32)
 
 
-def trajectory(a: Attributes, rng: random.Random, frames: int = FRAMES) -> Path:
-    """A random path for these attributes.  Speeds are per frame: a shorter clip is the start of a longer one."""
+def trajectory(a: Attributes, rng: random.Random, frames: int = FRAMES, loose: float = 0.0) -> Path:
+    """A random path for these attributes.  Speeds are per frame: a shorter clip is the start of a longer one.
+
+    The shape takes one of three lanes close together.  So few ways to go leave the transformer free to learn outlines
+    instead of places; noise picks the lane.  ``loose`` 1 varies everything a
+    little more, for parts that must not depend on the lanes.
+    """
+
+    def about(value: float, spread: float) -> float:
+        return value + loose * rng.uniform(-spread, spread)
+
     u = np.arange(frames, dtype=np.float32) / (FRAMES - 1)
-    radius = np.full(frames, rng.uniform(*_RADIUS[a.size]), np.float32)
-    x = np.full(frames, rng.uniform(-0.16, 0.16), np.float32)
-    y = np.full(frames, rng.uniform(-0.16, 0.16), np.float32)
+    lane = rng.choice((-1, 0, 1))
+    side = about(lane * _LANE[a.size], 0.1)
+    x, y = np.full(frames, side, np.float32), np.full(frames, about(0, 0.1), np.float32)
+    radius = np.full(frames, _RADIUS[a.size] * about(1, 0.04), np.float32)
     angle = np.zeros(frames, np.float32)
-    travel = _TRAVEL[a.size] * rng.uniform(0.95, 1.05)
-    offset = rng.uniform(-0.05, 0.05)
-    sweep = (travel * (2 * u - 1)).astype(np.float32)
+    sweep = _floats(about(0, 0.05) + _TRAVEL[a.size] * about(1, 0.05) * (2 * u - 1))
     if a.motion in ("right", "left"):
-        x = _floats(sweep + offset if a.motion == "right" else offset - sweep)
+        x, y = (sweep if a.motion == "right" else -sweep), x
     elif a.motion in ("down", "up"):
-        y = _floats(sweep + offset if a.motion == "down" else offset - sweep)
+        y = sweep if a.motion == "down" else -sweep
     elif a.motion == "bounce":
-        floor = 0.92 - radius[0]
-        height = (0.95 if a.size == "small" else 0.80 if a.size == "mid" else 0.60) * rng.uniform(0.95, 1.05)
-        y = _floats(floor - height * np.abs(np.cos(np.pi * u)))
+        y = _floats(0.92 - radius[0] - _DROP[a.size] * about(1, 0.05) * np.abs(np.cos(np.pi * u)))
     elif a.motion == "rotate":
-        angle = _floats(rng.uniform(-0.15, 0.15) + 0.75 * np.pi * u)
-        x, y = _floats(x * 0.5), _floats(y * 0.5)
+        angle = _floats(about(0, 0.15) + 0.75 * np.pi * u)
     elif a.motion in ("grow", "shrink"):
-        grown = (0.17 + 0.45 * u) * _GROWTH[a.size] * rng.uniform(0.95, 1.05)
-        largest = 0.79 * _GROWTH[a.size] * rng.uniform(0.97, 1.03)
-        radius = _floats(grown if a.motion == "grow" else largest - grown)
-        x, y = _floats(x * 0.5), _floats(y * 0.5)
+        grown = (0.19 + 0.45 * u) * about(1, 0.05)
+        radius = _floats((grown if a.motion == "grow" else 0.83 - grown) * _GROWTH[a.size])
+        x = _floats(x / 2)
     elif a.motion == "circle":
-        phase = -np.pi / 2 + rng.uniform(-0.25, 0.25) + 2 * np.pi * u
-        orbit = _ORBIT[a.size] * rng.uniform(0.97, 1.03)
-        x, y = _floats(orbit * np.cos(phase)), _floats(orbit * np.sin(phase))
+        turn = 2 * np.pi * (u - 0.25) + about(0, 0.25)
+        orbit = _ORBIT[a.size] * about(1, 0.03)
+        x, y = _floats(x / 2 + orbit * np.cos(turn)), _floats(orbit * np.sin(turn))
     return Path(x, y, _floats(np.maximum(radius, 0.04)), angle)
 
 
@@ -331,7 +339,9 @@ class Keyframes(NamedTuple):
     """x, y, radius and angle / pi of the shape: (clips, keys, 4)."""
 
 
-def render_keyframes(items: Sequence[Attributes], rng: random.Random, keys: Sequence[int]) -> Keyframes:
+def render_keyframes(
+    items: Sequence[Attributes], rng: random.Random, keys: Sequence[int], loose: float = 0.0
+) -> Keyframes:
     """The given keyframes of one random clip for each item.
 
     Rendered at twice the pooled size and averaged, which differs from pooling full-size frames only a little, at
@@ -341,7 +351,7 @@ def render_keyframes(items: Sequence[Attributes], rng: random.Random, keys: Sequ
     size = SIZE // POOL
     rgb = np.empty((len(items), len(frames), size, size, 3), np.float32)
     alphas = np.empty(rgb.shape[:-1], np.float32)
-    paths = [trajectory(a, rng) for a in items]
+    paths = [trajectory(a, rng, loose=loose) for a in items]
     pose = np.stack([np.stack([axis[frames] for axis in path], -1) for path in paths])
     pose[..., 3] /= np.pi
     for shape in SHAPES:

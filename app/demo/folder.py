@@ -16,6 +16,7 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, Kandin
 
 from app.demo.clips import FPS, FRAMES, SIZE
 from app.demo.text import TextEncoders
+from app.demo.transformer import SHIFT
 
 
 class Settings(NamedTuple):
@@ -23,7 +24,7 @@ class Settings(NamedTuple):
 
     steps: int = 8
     guidance: float = 2.0
-    shift: float = 4.0
+    shift: float = SHIFT
     frames: int = FRAMES
     size: int = SIZE
     fps: int = FPS

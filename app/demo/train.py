@@ -26,8 +26,8 @@ from app.demo.folder import SETTINGS, load_folder, save_folder
 from app.demo.stages import seconds_spent
 from app.demo.text import train_text
 from app.demo.tokenizers import build_tokenizers
-from app.demo.transformer import averaged_transformer, caption_cache, train_transformer
-from app.demo.vae import train_decoder
+from app.demo.transformer import averaged_transformer, caption_cache, fine, rough, train_transformer
+from app.demo.vae import train_decoder, with_places
 
 
 class Scale(NamedTuple):
@@ -37,14 +37,15 @@ class Scale(NamedTuple):
     captions: int
     crops: int
     wholes: int
-    transformer_steps: int
+    rough_steps: int
+    fine_steps: int
     prompts: int
 
 
-FULL = Scale(text_steps=1800, captions=16000, crops=1800, wholes=220, transformer_steps=3200, prompts=200)
-SMOKE = Scale(text_steps=12, captions=192, crops=4, wholes=1, transformer_steps=6, prompts=2)
+FULL = Scale(text_steps=1800, captions=16000, crops=1800, wholes=220, rough_steps=3200, fine_steps=4000, prompts=200)
+SMOKE = Scale(text_steps=12, captions=192, crops=4, wholes=1, rough_steps=6, fine_steps=4, prompts=2)
 """Everything once, at a size that only shows that it runs."""
-STAGES = ("text", "decoder", "transformer")
+STAGES = ("text", "decoder", "transformer", "fine")
 
 
 def _decoder_process(work: Path, smoke: bool) -> subprocess.Popen[bytes]:
@@ -77,7 +78,9 @@ def train(out: Path, work: Path, scale: Scale, threads: int, smoke: bool = False
             if child is not None and child.poll() == 0:
                 torch.set_num_threads(threads)
 
-        train_transformer(work / "transformer.pt", cache, scale.transformer_steps, more_threads)
+        first = work / "transformer.pt"
+        train_transformer(first, cache, rough(scale.rough_steps), more_threads)
+        train_transformer(work / "fine.pt", cache, fine(scale.fine_steps), more_threads, start=first)
         _finish(child)
     finally:
         if child is not None and child.poll() is None:
@@ -85,7 +88,7 @@ def train(out: Path, work: Path, scale: Scale, threads: int, smoke: bool = False
             child.wait()
     torch.set_num_threads(threads)
     vae = train_decoder(work / "decoder.pt", scale.crops, scale.wholes)
-    save_folder(out, encoders, vae, averaged_transformer(work / "transformer.pt"))
+    save_folder(out, encoders, with_places(vae), averaged_transformer(work / "fine.pt"))
     licence = Path(__file__).parents[2] / "LICENSE"
     if licence.exists():
         shutil.copyfile(licence, out / "LICENSE")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,15 +25,46 @@ from app.demo.clips import (
 from app.demo.muon import Muon, split_parameters
 from app.demo.stages import StepRandom, load_checkpoint, progress, run_steps, save_atomically
 from app.demo.text import PADS, WIDTH, TextEncoders
-from app.demo.vae import CHANNELS, SCALE, pack
+from app.demo.vae import CHANNELS, LATENTS, SCALE, WAVES, pack
 from app.demo.vocabulary import ATTRIBUTES, DEFAULT_NEGATIVE
 
 GRID = 6
 """Tokens along each side of a keyframe."""
 ROPE_SCALE = (1.0, 3.16, 3.16)
 """What the pipeline passes for pictures below 480 pixels."""
-PHASES = ((0.75, 3, 24), (0.15, 5, 20), (0.10, KEYFRAMES, 16))
-"""(share of the steps, keyframes drawn at random from a clip, clips a step): training on parts of a clip costs less."""
+
+
+class Course(NamedTuple):
+    """One course of training: the second begins with the weights of the first."""
+
+    steps: int
+    phases: tuple[tuple[float, int, int], ...]
+    """(share of the steps, keyframes drawn at random from a clip, clips a step): parts of a clip cost less."""
+    loose: float
+    """How much trajectories vary beyond their lanes."""
+    peak: float
+    """Of the learning rates."""
+    hold: float
+    """Share of the steps before they begin to fall."""
+
+
+def rough(steps: int) -> Course:
+    """Where things are and how they move: varied clips, so that nothing is learned by heart."""
+    return Course(steps, ((0.75, 3, 24), (0.15, 5, 20), (0.10, KEYFRAMES, 16)), loose=1.0, peak=1.0, hold=0.3)
+
+
+def fine(steps: int) -> Course:
+    """Outlines: the same few ways in every clip."""
+    return Course(steps, ((0.80, 3, 16), (0.12, 5, 12), (0.08, KEYFRAMES, 8)), loose=0.0, peak=0.5, hold=0.05)
+
+
+PLACE_SCALE = 50.0
+"""Places are in [-1, 1] times this, so that they stand out of the noise from the second step on.
+
+In training they are in [-1, 1] and their noise is divided by it: `scale_places` puts the factor into the weights.
+"""
+SHIFT = 4.0
+"""The scheduler's shift when sampling."""
 DROPOUT = 0.1
 _SEED = 23
 _UNCONDITIONAL = ("", DEFAULT_NEGATIVE)
@@ -42,8 +73,8 @@ _UNCONDITIONAL = ("", DEFAULT_NEGATIVE)
 def make_transformer() -> Any:
     """The untrained transformer."""
     model = Kandinsky5Transformer3DModel(
-        in_visual_dim=CHANNELS,
-        out_visual_dim=CHANNELS,
+        in_visual_dim=LATENTS,
+        out_visual_dim=LATENTS,
         in_text_dim=WIDTH,
         in_text_dim2=WIDTH,
         time_dim=256,
@@ -170,11 +201,14 @@ def caption_cache(path: Path, encoders: TextEncoders, count: int) -> CaptionCach
 
 
 def noise_levels(count: int, rng: StepRandom) -> Tensor:
-    """Random sigmas in (0, 1), dense where a flat picture is decided: its pixels agree, so that is at high noise."""
-    uniform = torch.rand(count, generator=rng.torch)
-    normal = torch.sigmoid(torch.randn(count, generator=rng.torch))
-    u = torch.where(torch.rand(count, generator=rng.torch) < 0.5, uniform, normal)
-    return 3 * u / (1 + 2 * u)
+    """Random sigmas in (0, 1): most where a sampler of few steps stops, the rest everywhere.
+
+    With the shipped scheduler's shift the last of 8 steps goes from sigma 0.36 straight to the picture, so nearly all
+    that is seen is decided above; one in seven keeps longer schedules defined.
+    """
+    u = torch.rand(count, generator=rng.torch)
+    shifted = SHIFT * u / (1 + (SHIFT - 1) * u)
+    return torch.where(torch.rand(count, generator=rng.torch) < 0.15, u, 0.3 + 0.7 * shifted)
 
 
 def shape_weight(rgb: Tensor) -> Tensor:
@@ -189,19 +223,17 @@ def shape_weight(rgb: Tensor) -> Tensor:
 class Probes(nn.Module):
     """Training-only linear read-outs of intermediate states, which turn a long search into a short one.
 
-    RoPE is relative, so where a token lies can only be worked out from the borders: the first two blocks are asked for
-    it.  The next two are asked where the shape is, relative to the token, then for the shape's mask, free of colours,
-    and for the clean picture.
+    Two blocks are asked where the shape is, relative to the token, two for the shape's mask, free of colours, and one
+    for the clean picture.
     """
 
     def __init__(self, model: Any, width: int = 128) -> None:
         super().__init__()
-        self.place = nn.ModuleList(nn.Linear(width, 3) for _ in range(2))
         self.pose = nn.ModuleList(nn.Linear(width, 4) for _ in range(2))
         self.mask = nn.ModuleList(nn.Linear(width, 16) for _ in range(2))
         self.picture = nn.Linear(width, CHANNELS * 4)
         self._seen: dict[int, Tensor] = {}
-        for index in range(5):
+        for index in range(1, 5):
             model.visual_transformer_blocks[index].register_forward_hook(self._catch(index))
 
     def _catch(self, index: int) -> Any:
@@ -214,19 +246,32 @@ class Probes(nn.Module):
         """The auxiliary loss of the forward pass just made on these keyframes."""
         batch = len(drawn.pose)
         side = torch.linspace(-1, 1, GRID) * (1 - 1 / GRID)
-        times = torch.tensor([2 * key / (KEYFRAMES - 1) - 1 for key in keys])
-        place = torch.stack(torch.meshgrid(times, side, side, indexing="ij"), -1).view(1, -1, 3)
+        y, x = torch.meshgrid(side, side, indexing="ij")
+        tokens = torch.stack([x, y], -1).expand(len(keys), -1, -1, -1).reshape(1, -1, 2)
         pose = torch.from_numpy(drawn.pose)[:, :, None].expand(-1, -1, GRID * GRID, -1).reshape(batch, -1, 4)
         # Where the shape is as seen from the token: (x, y) relative, radius and angle as they are.
-        pose = pose - F.pad(place[..., [2, 1]], (0, 2))
+        pose = pose - F.pad(tokens, (0, 2))
         mask = _patches(torch.from_numpy(drawn.alpha)[..., None])
         picture = _patches(torch.from_numpy(drawn.rgb)) * SCALE
         near = 1 + 3 * ((mask > 0.02) & (mask < 0.98)).any(-1, keepdim=True)
-        losses = [0.1 * _square_error(read(self._seen[i]), place) for i, read in enumerate(self.place)]
-        losses += [0.2 * _square_error(read(self._seen[1 + i]), pose) for i, read in enumerate(self.pose)]
+        losses = [0.5 * _square_error(read(self._seen[1 + i]), pose) for i, read in enumerate(self.pose)]
         losses += [((read(self._seen[3 + i]) - mask) ** 2 * near).mean() for i, read in enumerate(self.mask)]
         losses.append(0.1 * _square_error(self.picture(self._seen[3]), picture))
         return torch.stack(losses).sum()
+
+
+def places(keys: Sequence[int], side: int) -> Tensor:
+    """Waves of key, row and column of every cell, in [-1, 1]: (keys, side, side, PLACES)."""
+    wave = torch.arange(1, WAVES + 1)
+
+    def waves(line: Tensor) -> Tensor:
+        return torch.cos(torch.pi * line[:, None] * wave)
+
+    row = waves((torch.arange(side) + 0.5) / side)
+    time = waves((torch.tensor(keys) + 0.5) / KEYFRAMES)
+    shape = (len(keys), side, side, WAVES)
+    parts = (time[:, None, None], row[None, :, None], row[None, None, :])
+    return torch.cat([part.expand(shape) for part in parts], -1)
 
 
 def _patches(pictures: Tensor) -> Tensor:
@@ -263,18 +308,18 @@ class Average:
             self.values[name].lerp_(p, 1 - decay)
 
 
-def phase(step: int, steps: int) -> tuple[int, int]:
+def phase(step: int, course: Course) -> tuple[int, int]:
     """(keyframes of each clip, clips) that are trained on at this step."""
     share = 0.0
-    for part, keys, clips in PHASES:
+    for part, keys, clips in course.phases:
         share += part
-        if step < share * steps:
+        if step < share * course.steps:
             return keys, clips
-    return PHASES[-1][1:]
+    return course.phases[-1][1:]
 
 
 def predict(model: Any, noisy: Tensor, sigma: Tensor, keys: Sequence[int], text: tuple[Tensor, Tensor]) -> Tensor:
-    """The velocity, noise minus picture, of latents (batch, keys, 12, 12, CHANNELS) at noise levels (batch,)."""
+    """The velocity, noise minus truth, of latents (batch, keys, 12, 12, LATENTS) at noise levels (batch,)."""
     tokens, pooled = text
     side = torch.arange(GRID)
     velocity: Tensor = model(
@@ -291,39 +336,58 @@ def predict(model: Any, noisy: Tensor, sigma: Tensor, keys: Sequence[int], text:
 
 
 def flow_loss(
-    model: Any, probes: Probes, cache: CaptionCache, rng: StepRandom, count: int, batch: int
+    model: Any, probes: Probes, cache: CaptionCache, rng: StepRandom, count: int, batch: int, loose: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """(weighted velocity error, the same plus the probes' losses) on `count` keyframes of each of `batch` clips."""
     items, tokens, pooled = cache.draw(batch, rng.python)
     keys = sorted(rng.python.sample(range(KEYFRAMES), count))
-    drawn = render_keyframes(items, rng.python, keys)
+    drawn = render_keyframes(items, rng.python, keys, loose)
     rgb = torch.from_numpy(drawn.rgb)
-    clean = pack(rgb)
+    picture = pack(rgb)
+    clean = torch.cat([picture, places(keys, 2 * GRID).expand(batch, -1, -1, -1, -1)], -1)
     noise = torch.randn(clean.shape, generator=rng.torch)
+    noise[..., CHANNELS:] /= PLACE_SCALE
     sigma = noise_levels(batch, rng)
     level = sigma.view(-1, 1, 1, 1, 1)
     velocity = predict(model, clean.lerp(noise, level), sigma, keys, (tokens, pooled))
-    loss = ((velocity - (noise - clean)) ** 2 * shape_weight(rgb)).mean()
-    return loss, loss + probes(keys, drawn)
+    error = (velocity - (noise - clean)) ** 2
+    loss = (error[..., :CHANNELS] * shape_weight(rgb)).mean()
+    probed = probes(keys, drawn) + 0.5 * error[..., CHANNELS:].mean()
+    return loss, loss + probed
 
 
 def train_transformer(
-    checkpoint: Path, cache: CaptionCache, steps: int, before_step: Callable[[], None] = lambda: None
+    checkpoint: Path,
+    cache: CaptionCache,
+    course: Course,
+    before_step: Callable[[], None] = lambda: None,
+    start: Path | None = None,
 ) -> Any:
-    """Train (or resume, or just load when done); returns the transformer with its averaged weights."""
+    """Train (or resume, or just load when done); returns the transformer with its averaged weights.
+
+    Args:
+        start: a checkpoint to begin with; None: from nothing.
+    """
     torch.manual_seed(_SEED)
     model = make_transformer()
     use_fast_attention(model, True)
-    probes, average = Probes(model), Average(model)
+    probes = Probes(model)
+    if start is not None:
+        before = load_checkpoint(start)
+        model.load_state_dict(before["average"], strict=False)
+        probes.load_state_dict(before["probes"])
+    average = Average(model)
     hidden = [n for n, p in model.named_parameters() if p.dim() == 2 and "blocks" in n and "modulation" not in n]
     matrices, others = split_parameters(model, hidden)
     optimizer = Muon(matrices, [*others, *probes.parameters()], rate=3e-3, adam_rate=1.5e-3, decay=0.02)
+    seed = _SEED + (start is not None)
 
     def step(index: int) -> float:
         before_step()
-        optimizer.scale = min(1.0, (index + 1) / 50, 0.01 + (steps - index) / (0.7 * steps))
-        rng = StepRandom(_SEED, index)
-        loss, total = flow_loss(model, probes, cache, rng, *phase(index, steps))
+        falling = 0.01 + (course.steps - index) / ((1 - course.hold) * course.steps)
+        optimizer.scale = course.peak * min(1.0, (index + 1) / 50, falling)
+        rng = StepRandom(seed, index)
+        loss, total = flow_loss(model, probes, cache, rng, *phase(index, course), course.loose)
         optimizer.zero_grad()
         total.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -332,7 +396,7 @@ def train_transformer(
         return float(loss.detach())
 
     parts = {"model": model, "probes": probes, "optimizer": optimizer, "average": average}
-    run_steps(checkpoint, parts, steps, step)
+    run_steps(checkpoint, parts, course.steps, step)
     return averaged_transformer(checkpoint)
 
 
@@ -340,4 +404,15 @@ def averaged_transformer(checkpoint: Path) -> Any:
     """The transformer with the averaged weights of a checkpoint, in its stock form."""
     model = make_transformer()
     model.load_state_dict(load_checkpoint(checkpoint)["average"], strict=False)
+    scale_places(model)
     return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def scale_places(model: Any) -> None:
+    """From places in [-1, 1], as in training, to noise of variance 1 in all channels, as a sampler draws it."""
+    width = model.config.model_dim
+    model.visual_embeddings.in_layer.weight.view(width, -1, LATENTS)[:, :, CHANNELS:] /= PLACE_SCALE
+    out = model.out_layer.out_layer
+    out.weight.view(LATENTS, -1, width)[CHANNELS:] *= PLACE_SCALE
+    out.bias.view(LATENTS, -1)[CHANNELS:] *= PLACE_SCALE

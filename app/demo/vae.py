@@ -4,6 +4,11 @@ Encoder: the latent of frame group k is keyframe 4k averaged over 4x4 pixels (a 
 pixels as 12 channels of an 8x8-pixel cell, ordered (row, column, RGB).  Built by initialisation, never trained.
 Decoder: 4x super-resolution in space, 4x interpolation in time, trained on noisy latents so that it mends what the
 transformer gets slightly wrong.
+
+Further channels say where a cell is.  RoPE is relative and attention normalises, so a token of a noisy picture finds
+its own place from the borders only, and vaguely, which shows as wobbling outlines; with the places among what is
+denoised, it reads them off its own input after the first step.  They are cosines, because networks learn sharp
+functions of waves and not of a ramp.  Both convolutional halves pass them over.
 """
 
 from __future__ import annotations
@@ -24,7 +29,12 @@ from app.demo.muon import Muon, split_parameters
 from app.demo.stages import StepRandom, run_steps
 
 CHANNELS = 12
-"""Latent channels."""
+"""Latent channels that hold the picture."""
+WAVES = 5
+"""Cosines for each of key, row and column; with the constant they tell all six tokens of a row apart."""
+PLACES = 3 * WAVES
+"""Latent channels that hold where a cell is.  The decoder does not read them."""
+LATENTS = CHANNELS + PLACES
 WIDTHS = (24, 32, 64)
 SCALE = 1.5
 """Latents times this have about unit variance; stored as the autoencoder's scaling factor."""
@@ -39,9 +49,33 @@ _DECODER_BALLAST = 6.0
 
 
 def make_vae() -> Any:
-    """An untrained autoencoder: exact encoder, decoder initialised to a blurry enlargement."""
-    vae = AutoencoderKLHunyuanVideo(
-        latent_channels=CHANNELS,
+    """An untrained autoencoder without places: exact encoder, decoder initialised to a blurry enlargement."""
+    vae = _stock_vae(CHANNELS)
+    _build_encoder(vae)
+    _initialise_decoder(vae)
+    return vae
+
+
+def with_places(vae: Any) -> Any:
+    """The same autoencoder with PLACES more latent channels: zero when encoded, not read when decoded."""
+    wide = _stock_vae(LATENTS)
+    picture = torch.arange(CHANNELS)
+    moments = torch.cat([picture, LATENTS + picture])  # means, then log-variances
+    new = wide.state_dict()
+    for name, old in vae.state_dict().items():
+        where = [
+            torch.arange(have) if have == want else moments if have == 2 * CHANNELS else picture
+            for have, want in zip(old.shape[:2], new[name].shape[:2], strict=True)
+        ]
+        new[name].zero_()
+        new[name][tuple(torch.meshgrid(*where, indexing="ij"))] = old
+    wide.quant_conv.bias.data[LATENTS + CHANNELS :] = -14.0
+    return wide.eval().requires_grad_(False)
+
+
+def _stock_vae(channels: int) -> Any:
+    return AutoencoderKLHunyuanVideo(
+        latent_channels=channels,
         block_out_channels=WIDTHS,
         down_block_types=("HunyuanVideoDownBlock3D",) * len(WIDTHS),
         up_block_types=("HunyuanVideoUpBlock3D",) * len(WIDTHS),
@@ -52,9 +86,6 @@ def make_vae() -> Any:
         mid_block_add_attention=False,
         scaling_factor=SCALE,
     )
-    _build_encoder(vae)
-    _initialise_decoder(vae)
-    return vae
 
 
 def pack(rgb: Tensor) -> Tensor:
@@ -205,7 +236,7 @@ def decoder_batch(rng: StepRandom, count: int, keys: int, extent: int) -> tuple[
     for _ in range(count):
         a = random_attributes(rng.python, None)
         first = rng.python.randint(0, KEYFRAMES - keys) * STRIDE
-        path = clips.trajectory(a, rng.python)
+        path = clips.trajectory(a, rng.python, loose=1.0)
         path = clips.Path(*(axis[first : first + STRIDE * (keys - 1) + 1] for axis in path))
         alpha = clips.coverage(a.shape, path, window=_crop(path, rng.python, extent))
         fore, back = clips.rgb_of(a.color), clips.rgb_of(a.background)

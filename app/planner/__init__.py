@@ -25,9 +25,9 @@ from app.schema import (
     Abilities,
     Arrangement,
     Estimate,
-    Factors,
     Hardware,
     HardwarePreset,
+    Learned,
     ModelCard,
     Placement,
     Plan,
@@ -47,7 +47,7 @@ def plan(
     counts: dict[str, dict[str, int]] | None,
     *,
     allowed: Abilities = RUNTIME,
-    factors: Factors | None = None,
+    learned: Learned | None = None,
     presets: Iterable[HardwarePreset] = (),
 ) -> Plan:
     """The fastest plan that fits.
@@ -55,7 +55,7 @@ def plan(
     Args:
         counts: numbers by component and stored dtype, None when the model is not on this machine.
         allowed: what the side that applies the plan can do.
-        factors: what earlier runs of this model on this machine taught; None: nothing.
+        learned: what earlier runs of this model on this machine taught; None: nothing.
         presets: tried as changes to propose when nothing fits.
 
     Raises:
@@ -64,13 +64,14 @@ def plan(
     if card.coefficients is None:
         made = coarse_plan(hardware, card, request, preset, counts)
         return made.model_copy(update={"reasons": (*made.reasons, *unmet_words(preset, allowed))})
-    search = Search(hardware, card, request, preset, allowed, factors)
+    search = Search(hardware, card, request, preset, allowed, learned)
     if counts is None and card.repo_id is not None:
         _check_disk(hardware, card)
     found = search.best()
     if found is None:
-        raise plan_error(search, Case(hardware, card, request, preset, allowed, factors), presets)
+        raise plan_error(search, Case(hardware, card, request, preset, allowed, learned), presets)
     estimate = search.estimate(found)
+    factors = search.factors(found)
     fields = _fields(hardware, found, estimate)
     rungs = [(rung, search.estimate(rung)) for rung in search.ladder(found)]
     return Plan(

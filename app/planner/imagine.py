@@ -27,6 +27,8 @@ def imagine(found: Hardware, *, vram: Sequence[int] = (), ram_bytes: int | None 
                 compute_capability=first.compute_capability if first is not None else _CAPABILITY,
                 pcie_generation=first.pcie_generation if first is not None else None,
                 pcie_width=first.pcie_width if first is not None else None,
+                pinned_bytes_per_second=first.pinned_bytes_per_second if first is not None else None,
+                pageable_bytes_per_second=first.pageable_bytes_per_second if first is not None else None,
                 total_bytes=size,
                 free_bytes=size,
             )

@@ -9,7 +9,7 @@ from app.errors import PlanError
 from app.planner.search import Found, Search
 from app.planner.words import STAGE_DOING
 from app.presets import format_bytes
-from app.schema import Abilities, Factors, Hardware, HardwarePreset, ModelCard, Request
+from app.schema import Abilities, Hardware, HardwarePreset, Learned, ModelCard, Request
 
 T = TypeVar("T")
 
@@ -24,13 +24,13 @@ class Case:
         request: Request,
         preset: HardwarePreset,
         allowed: Abilities,
-        factors: Factors | None = None,
+        learned: Learned | None = None,
     ) -> None:
         self.hardware, self.card, self.request, self.preset, self.allowed = hardware, card, request, preset, allowed
-        self.factors = factors
+        self.learned = learned
 
     def _search(self, request: Request, preset: HardwarePreset) -> Search:
-        return Search(self.hardware, self.card, request, preset, self.allowed, self.factors)
+        return Search(self.hardware, self.card, request, preset, self.allowed, self.learned)
 
     def fits(self, **changes: int) -> bool:
         """Whether the request would fit with other numbers."""

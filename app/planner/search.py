@@ -18,6 +18,7 @@ from app.schema import (
     Gpu,
     Hardware,
     HardwarePreset,
+    Learned,
     ModelCard,
     Placement,
     Request,
@@ -72,7 +73,7 @@ class Search:
         request: Request,
         preset: HardwarePreset,
         allowed: Abilities = RUNTIME,
-        factors: Factors | None = None,
+        learned: Learned | None = None,
     ) -> None:
         """Prepare the options.
 
@@ -85,15 +86,27 @@ class Search:
         self.hardware, self.preset, self.request = hardware, preset, request
         self.budget: Budget = budget_of(hardware, preset)
         self.usable = usable_gpus(hardware, preset)
-        self.task: Task = task_of(self.coefficients, request, factors)
+        self.learned = learned
+        self._tasks: dict[str, Task] = {
+            device: task_of(self.coefficients, request, learned.of(device) if learned is not None else None)
+            for device in ("cpu", "gpu")
+        }
         self.machine: Machine = machine(hardware, self.usable)
         self._spaces: list[tuple[tuple[Gpu, ...], Space, tuple[int, ...], tuple[int, ...]]] = []
         for gpus in self._sets(allowed):
-            space = space_of(self.task, self.machine, gpus, preset, allowed)
+            task = self._task(gpus)
+            space = space_of(task, self.machine, gpus, preset, allowed)
             names = tuple(f"cuda:{gpu.index}" for gpu in gpus)
-            base = as_bytes([base_cost(self.task, names)], space.slots)
+            base = as_bytes([base_cost(task, names)], space.slots)
             limits = tuple(self.budget.bytes[memory] for memory, _ in space.slots)
             self._spaces.append((gpus, space, base, limits))
+
+    def _task(self, gpus: tuple[Gpu, ...]) -> Task:
+        return self._tasks["gpu" if gpus else "cpu"]
+
+    def factors(self, found: Found) -> Factors | None:
+        """What the prediction of a choice was multiplied by."""
+        return self.learned.of("gpu" if found.gpus else "cpu") if self.learned is not None else None
 
     def _sets(self, allowed: Abilities) -> list[tuple[Gpu, ...]]:
         cards = worth_using(self.usable, self.budget)
@@ -151,5 +164,6 @@ class Search:
     def estimate(self, found: Found) -> Estimate:
         """The parts of a choice; their sums are the numbers that it was chosen by."""
         placements = found.placements
-        costs = [cost_of(self.task, self.machine, placement, tiling=found.tiling) for placement in placements]
-        return add_up([base_cost(self.task, devices_of(placements)), *costs])
+        task = self._task(found.gpus)
+        costs = [cost_of(task, self.machine, placement, tiling=found.tiling) for placement in placements]
+        return add_up([base_cost(task, devices_of(placements)), *costs])

@@ -1,6 +1,6 @@
 """How fast RAM copies to each GPU: `python -m app.runtime.link`, run by `pocketreel bench link` in its own process.
 
-Prints one JSON document: `links` by GPU UUID with `pinned` and `pageable` in bytes a second, `copy` within RAM.
+Prints one JSON document: `links` by device number with `pinned` and `pageable` in bytes a second, `copy` within RAM.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ def measure(seconds: float) -> dict[str, object]:
     for index in range(cards):
         target = torch.empty(BYTES, dtype=torch.uint8, device=f"cuda:{index}")
         pinned = pageable.pin_memory()
-        uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-        links[uuid] = {"pinned": copy_rate(pinned, target, each), "pageable": copy_rate(pageable, target, each)}
+        links[index] = {"pinned": copy_rate(pinned, target, each), "pageable": copy_rate(pageable, target, each)}
         del target, pinned
     return {"links": links, "copy": copy_rate(pageable, torch.empty_like(pageable), each)}
 

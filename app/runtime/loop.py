@@ -66,6 +66,7 @@ class Loop:
         self._pipe: Any = None
         self._loaded: str | None = None
         self._warm = False
+        self._jobs = 0
 
     def run(self, run: events.Run, received: float) -> None:
         """Do one job and say how it ended. `received` is the monotonic time at which it arrived. Never raises."""
@@ -76,6 +77,7 @@ class Loop:
 
         clock = StageClock(on_progress, started=received)
         self._warm = False
+        self._jobs += 1
         try:
             report = self._generate(run, clock)
         except Interrupted:
@@ -100,8 +102,9 @@ class Loop:
     def _generate(self, run: events.Run, clock: StageClock) -> Report:
         from app.runtime import export, pipeline  # noqa: PLC0415
 
+        key = self._let_go(run)  # before the peaks begin to count: the last job's model is none of this one's
         clock.enter(Stage.LOAD)
-        self._ensure_loaded(run)
+        self._ensure_loaded(run, key)
         self.control.check()
         pixels = pipeline.generate(self._pipe, run.request, self.control, clock)
         clock.enter(Stage.EXPORT, total=len(pixels))
@@ -128,18 +131,28 @@ class Loop:
     def _clean(run: events.Run) -> None:
         shutil.rmtree(run.scratch, ignore_errors=True)
 
-    def _ensure_loaded(self, run: events.Run) -> None:
-        """Load and place the pipeline unless the last job left the same one."""
-        from app.runtime import pipeline, placement  # noqa: PLC0415
+    def _let_go(self, run: events.Run) -> str:
+        """Give back what the last job left, unless this one needs the same; returns what this one needs."""
+        from app.runtime import pipeline  # noqa: PLC0415
 
         key = run.card.model_dump_json() + run.plan.model_dump_json(
             include={"device", "dtype", "strategy", "placements", "vae_tiling", "threads"}
         )
         self._warm = self._loaded == key
+        if not self._warm:
+            self._loaded, self._pipe = None, None
+            pipeline.collect()
+        return key
+
+    def _ensure_loaded(self, run: events.Run, key: str) -> None:
+        """Load and place the pipeline unless the last job left the same one."""
+        from app.runtime import pipeline, placement, view  # noqa: PLC0415
+
         if self._warm:
             return
-        self._loaded, self._pipe = None, None
-        pipeline.collect()
+        # asking wakes the cards, which a run on the CPU must not do
+        if run.plan.device.startswith("cuda") and (why := view.unusable(run.plan.device, view.view())) is not None:
+            raise GenerationFailed(why, kind=ErrorKind.INVALID)
         pipe = pipeline.load(run.card, run.plan)
         self.control.check()
         placement.apply(pipe, run.plan)
@@ -152,7 +165,7 @@ class Loop:
             device = torch.cuda.get_device_name(run.plan.device)
         else:
             device = f"CPU ({torch.get_num_threads()} threads)"
-        return Report(stages=tuple(stages), device=device, warm=self._warm, versions=versions())
+        return Report(stages=tuple(stages), device=device, warm=self._warm, fresh=self._jobs == 1, versions=versions())
 
     def _report_of_failed(self, run: events.Run, clock: StageClock) -> Report | None:
         try:

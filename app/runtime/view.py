@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,6 +33,37 @@ def view() -> dict[str, Any]:
         "cuda_available": available,
         "devices": devices,
     }
+
+
+def unusable(device: str, seen: Mapping[str, Any]) -> str | None:
+    """Why this torch cannot compute on a device that was planned for; None where nothing speaks against it.
+
+    The driver shows a card to the planner even where torch has no kernels for it, or was built without CUDA.
+    """
+    if not device.startswith("cuda"):
+        return None
+    fix = "Run `pocketreel doctor`: it names the fix to paste. The preset CPU works meanwhile."
+    if not seen["cuda"] and not seen["hip"]:
+        return f"The installed torch {seen['torch']} can only use the CPU, but the plan uses the graphics card. {fix}"
+    if not seen["cuda_available"]:
+        return f"torch {seen['torch']} cannot start the graphics card, although its driver shows it. {fix}"
+    index = int(device.partition(":")[2] or 0)
+    if index >= len(seen["devices"]):
+        return f"The plan uses {device}, but torch finds {len(seen['devices'])} graphics card(s). {fix}"
+    found = seen["devices"][index]
+    major, minor = found["capability"]
+    # binaries run on later cards of the same generation, PTX (compute_XY) on all later ones
+    kernels = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", name) for name in seen["arch_list"]]
+    fitting = [
+        (kind == "compute" and (int(a), int(b)) <= (major, minor)) or (int(a) == major and int(b) <= minor)
+        for kind, a, b in (match.groups() for match in kernels if match)
+    ]
+    if seen["cuda"] and fitting and not any(fitting):
+        return (
+            f"The installed torch {seen['torch']} has no kernels for {found['name']} (compute capability "
+            f"{major}.{minor}). {fix}"
+        )
+    return None
 
 
 def main() -> None:

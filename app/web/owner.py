@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import HTTPConnection
 
+from app.config import LOCAL_OWNER
+
 if TYPE_CHECKING:
     import gradio as gr
     from starlette.types import Scope
 
-LOCAL_OWNER = "local"
 COOKIE = "pocketreel_session"
 SCOPE_KEY = "pocketreel.owner"
 _COOKIE_VALUE = re.compile(r"[0-9a-f]{32}")

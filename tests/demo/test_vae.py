@@ -9,7 +9,18 @@ import torch
 from app.demo import clips
 from app.demo.clips import random_attributes, trajectory
 from app.demo.stages import StepRandom
-from app.demo.vae import CHANNELS, SCALE, WINDOW, decoder_batch, edge_weight, make_vae, pack, unpack
+from app.demo.vae import (
+    CHANNELS,
+    LATENTS,
+    SCALE,
+    WINDOW,
+    decoder_batch,
+    edge_weight,
+    make_vae,
+    pack,
+    unpack,
+    with_places,
+)
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +88,15 @@ def test_decoder_batches_match_their_latents() -> None:
     assert weight.shape == (2, 1, 17, 48, 48)
     assert weight.min() >= 1
     assert weight.max() == 4
+
+
+def test_places_are_passed_over(vae) -> None:
+    wide = with_places(vae)
+    latents = torch.randn(1, LATENTS, 3, 6, 6)
+    frames = torch.rand(1, 3, 9, 48, 48) * 2 - 1
+    with torch.no_grad():
+        torch.testing.assert_close(wide.decode(latents).sample, vae.decode(latents[:, :CHANNELS]).sample)
+        found, expected = wide.encode(frames).latent_dist, vae.encode(frames).latent_dist
+    torch.testing.assert_close(found.mode()[:, :CHANNELS], expected.mode())
+    assert found.mode()[:, CHANNELS:].abs().max() == 0
+    assert found.std.max() < 0.01

@@ -133,6 +133,7 @@ def _parser() -> argparse.ArgumentParser:
 
     fitting = commands.add_parser("fit", help="fit the memory laws of a model; prints TOML")
     fitting.add_argument("model")
+    fitting.add_argument("--name", help="the model's name in the result; default: MODEL, for a folder the folder's")
     fitting.add_argument("--out", type=Path, metavar="FILE")
     fitting.add_argument("--no-tiled", action="store_true", help="leave tiled decoding out: much quicker")
     fitting.add_argument("--json", action="store_true", help="JSON instead of TOML")
@@ -207,6 +208,8 @@ def _shares(peak: Peak) -> str:
 
 def _fit(options: argparse.Namespace) -> int:
     found = fit(options.model, tiled=not options.no_tiled)
+    name = options.name or Path(found.model).name
+    found = found.model_copy(update={"model": name})
     text = found.model_dump_json(indent=2) + "\n" if options.json else to_toml(found)
     if options.out is None:
         sys.stdout.write(text)

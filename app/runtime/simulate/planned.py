@@ -2,8 +2,8 @@
 
     python -m app.runtime.simulate plans < jobs.jsonl > results.jsonl
 
-Each line in is a `PlannedRun`, each line out its `Outcome`: the process is a partner for `pocketreel bench matrix`,
-which must not import torch itself.
+Each line in is a `PlannedRun`, each line out its `PlannedOutcome`: the process is a partner for
+`pocketreel bench matrix`, which must not import torch itself.
 """
 
 from __future__ import annotations

@@ -1,0 +1,83 @@
+"""A plan in the simulator: held as it says, and what it cannot hold is told."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from app.errors import PlanError
+from app.plans import PlannedOutcome, PlannedRun, Shard
+from app.runtime.simulate.planned import serve, setup_of
+from app.runtime.simulate.values import Hold
+from app.schema import GIB, Placement, Strategy
+from tests import values
+
+BUILT_IN = str(Path(__file__).resolve().parents[3] / "assets" / "demo")
+
+
+def placement(component: str, strategy: Strategy = Strategy.RESIDENT, **changes: object) -> Placement:
+    fields = {"device": "cpu" if strategy is Strategy.CPU else "cuda:0", "dtype": "float32", "weight_bytes": 1}
+    return Placement.model_validate({"component": component, "strategy": strategy, **fields, **changes})
+
+
+def plan_of(strategy: Strategy, **changes: object) -> PlannedRun:
+    names = ("transformer", "text_encoder", "text_encoder_2", "vae")
+    plan = values.plan(
+        device="cuda:0",
+        strategy=strategy,
+        placements=tuple(placement(name, strategy, **(changes if name == "transformer" else {})) for name in names),
+    )
+    return PlannedRun(
+        model=BUILT_IN, plan=plan, height=64, width=64, num_frames=5, vram_bytes=(4 * GIB,), context_bytes=GIB // 2
+    )
+
+
+def test_every_setting_of_a_placement_arrives() -> None:
+    one = placement(
+        "transformer",
+        Strategy.BLOCK,
+        device="cuda:1",
+        dtype="bfloat16",
+        num_blocks_per_group=4,
+        use_stream=True,
+        low_cpu_mem_usage=True,
+        storage_dtype="float8_e4m3fn",
+    )
+    setup = setup_of(values.plan(placements=(one,), vae_tiling=True))
+    held = setup.of("transformer")
+    assert (held.hold, held.device, held.num_blocks_per_group) == (Hold.BLOCK, "cuda:1", 4)
+    assert (held.use_stream, held.low_cpu_mem_usage, held.record_stream) == (True, True, False)
+    assert (held.dtype, held.storage_dtype, setup.vae_tiling) == ("bfloat16", "float8_e4m3fn", True)
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        placement("transformer", Strategy.DISK),
+        placement("transformer", shards=(Shard(device="cuda:0", first_block=0, count=1),)),
+    ],
+)
+def test_what_cannot_be_held_is_refused(one: Placement) -> None:
+    with pytest.raises(PlanError, match="cannot hold transformer"):
+        setup_of(values.plan(placements=(one,)))
+
+
+def test_plans_are_answered_line_by_line() -> None:
+    runs = [
+        plan_of(Strategy.RESIDENT),
+        plan_of(Strategy.MODEL_OFFLOAD),
+        plan_of(Strategy.LEAF, use_stream=True),
+        plan_of(Strategy.RESIDENT).model_copy(update={"vram_bytes": (GIB // 2 + 1_000_000,)}),
+        plan_of(Strategy.RESIDENT).model_copy(update={"model": "no such model"}),
+    ]
+    answers = io.StringIO()
+    assert serve(io.StringIO("".join(run.model_dump_json() + "\n" for run in runs)), answers) == 0
+    resident, offloaded, leaf, small, unknown = map(PlannedOutcome.model_validate_json, answers.getvalue().splitlines())
+    assert resident.error is None
+    assert resident.vram_bytes["cuda:0"] > offloaded.vram_bytes["cuda:0"] > 0
+    assert resident.vram_bytes["cuda:0"] > leaf.vram_bytes["cuda:0"] > 0
+    assert leaf.pinned_bytes > 0
+    assert "does not fit" in (small.error or "")
+    assert "Nothing to simulate" in (unknown.error or "")

@@ -1,0 +1,72 @@
+"""Plans of the planner in the simulator: within their own prediction. The full matrix is `pocketreel bench matrix`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.config import Settings
+from app.errors import GenerationFailed
+from app.matrix import Case, Row, cases, row_words, run_all, summary, summary_words, table
+from app.plans import PlannedOutcome
+from app.schema import GIB
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
+    settings = Settings(data_dir=tmp_path_factory.mktemp("data"))
+    found = list(cases(settings, ("built-in",), cards=((1,), (4,)), rams=(16,), sizes=("small", "default")))
+    assert found
+    return found
+
+
+def test_the_built_in_models_plans_keep_their_word(sample: list[Case]) -> None:
+    shown: list[str] = []
+    rows = run_all(sample, 2, lambda row: shown.append(row_words(row)))
+    assert [row.case for row in rows] == sample
+    assert len(shown) == len(sample)
+    for row in rows:
+        assert row.outcome.error is None, row.case.title
+        assert row.excess is not None
+        assert 0 <= row.excess <= 0.10, (row.case.title, row.excess)
+    found = summary(rows)
+    assert (found.runs, found.failed, found.over) == (len(sample), 0, 0)
+    assert table(rows).count("\n") == len(sample) + 1
+
+
+def test_equal_plans_are_run_once(sample: list[Case]) -> None:
+    assert len({case.run.model_dump_json() for case in sample}) == len(sample)
+
+
+def rows_with(sample: list[Case], *shares: float | None) -> list[Row]:
+    """One row a share: by how much the prediction exceeds what was seen; None for one that did not run."""
+    case = sample[0]
+    predicted = case.plan.predicted_vram_bytes["cuda:0"]
+    return [
+        Row(case, PlannedOutcome(error="does not fit"))
+        if share is None
+        else Row(case, PlannedOutcome(vram_bytes={"cuda:0": round(predicted / (1 + share))}))
+        for share in shares
+    ]
+
+
+def test_the_summary_tells_of_what_is_over_and_what_did_not_run(sample: list[Case]) -> None:
+    found = summary(rows_with(sample, 0.02, 0.04, -0.01, None))
+    assert (found.runs, found.failed, found.over) == (4, 1, 1)
+    assert found.median_excess == pytest.approx(0.02, abs=1e-4)
+    assert found.largest_excess == pytest.approx(0.04, abs=1e-4)
+    assert "1 took more VRAM than predicted" in summary_words(found)
+    assert "does not fit" in table(rows_with(sample, None))
+    assert row_words(rows_with(sample, 0.02)[0]).startswith("prediction +2.0%")
+
+
+def test_a_simulator_that_dies_is_named(sample: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.matrix.command_line", lambda _module: ["false"])
+    with pytest.raises(GenerationFailed, match="The simulator ended while it ran built-in"):
+        run_all(sample[:1], 1)
+
+
+def test_the_cards_are_as_large_as_asked(sample: list[Case]) -> None:
+    assert {case.run.vram_bytes for case in sample} <= {(GIB,), (4 * GIB,)}
+    assert all(Path(case.run.model).is_dir() for case in sample)
