@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from app.demo.evaluate import evaluate
 from app.demo.folder import LIMIT_BYTES, SETTINGS, folder_bytes, load_folder, sample
 from app.demo.judge import judge
 
@@ -71,3 +72,13 @@ def test_loads_without_a_dtype_too() -> None:
     pipe = DiffusionPipeline.from_pretrained(str(FOLDER), local_files_only=True)
     parts = (pipe.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_2)
     assert {part.dtype for part in parts} == {torch.float32}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_held_out_prompts_come_out_right(pipe) -> None:
+    found = evaluate(pipe, 100, SETTINGS, drawn=100)["accuracy"]
+    assert found["color"] >= 0.95
+    assert found["background"] >= 0.95
+    assert found["direction"] >= 0.90
+    assert found["shape"] >= 0.80

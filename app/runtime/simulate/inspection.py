@@ -41,7 +41,9 @@ def _blocks(module: torch.nn.Module, prefix: str = "") -> Iterator[Blocks]:
     whole = _bytes(_tensors(module))
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        sizes = [_bytes(_tensors(layer)) for layer in child] if isinstance(child, torch.nn.ModuleList) else []
+        # a list may hold None where a layer is left out, e.g. the attention of a VAE's middle block
+        layers = [layer for layer in child if layer is not None] if isinstance(child, torch.nn.ModuleList) else []
+        sizes = [_bytes(_tensors(layer)) for layer in layers]
         if len(sizes) > 1 and sum(sizes) >= whole / 10:
             yield Blocks(path=path, count=len(sizes), bytes=max(sizes), total_bytes=sum(sizes))
         elif not isinstance(child, torch.nn.ModuleList):
