@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gradio as gr
 
+from app.config import LOCAL_OWNER
 from app.errors import NotFound, PocketreelError, StoreError
 from app.schema import Job, JobStatus
 from app.web.form import Form, card_of, draft_of, form_for_card, form_for_request, form_from_browser
-from app.web.owner import LOCAL_OWNER, owner_of
+from app.web.owner import owner_of
 from app.web.render import (
     empty_html,
     hint_html,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import FileResponse, PlainTextResponse, Response
 
+from app.config import LOCAL_OWNER
 from app.errors import NotFound
 from app.schema import Job, JobStatus
-from app.web.owner import LOCAL_OWNER
 
 if TYPE_CHECKING:
     from app.jobs import JobService
