@@ -35,7 +35,7 @@ TERMINATE_SECONDS = 0.3
 _TICK_SECONDS = 0.05
 _ROOT = str(Path(__file__).resolve().parent.parent)
 # -P and an explicit root: `-m` would put the working folder first, where any folder called `app` would shadow ours
-_BOOT = "import sys; sys.path.insert(0, {root!r}); from app.runtime.{module} import main; main()"
+_BOOT = "import sys; sys.path.insert(0, {root!r}); from app.runtime.{module} import main; sys.exit(main())"
 
 
 def command_line(module: str) -> list[str]:
