@@ -18,7 +18,7 @@ from app.runtime.export import export
 from app.schema import GIB, ErrorKind, Progress, Report, Stage, StageReport
 
 STEP_SECONDS = 0.05
-SLOW_STEP_SECONDS = 0.5
+SLOW_STEP_SECONDS = 1.5
 
 
 class Stopped(Exception):
