@@ -153,7 +153,7 @@ def test_killed_worker_is_4_and_said(tmp_path: Path) -> None:
     process, worker = _started(tmp_path)
     with process:
         worker.kill()
-        assert process.wait(10) == 4
+        assert process.wait(60) == 4
         said = process.stderr.read()
     assert "SIGKILL" in said
     assert ".log" in said
