@@ -4,6 +4,7 @@
     python -m app.runtime.simulate run wan2.1-t2v-14b --size 832x480 --frames 81 --vram 12GiB --strategy leaf_stream
     python -m app.runtime.simulate run MODEL --vram 8GiB,12GiB --component transformer=leaf_stream@cuda:1 --json
     python -m app.runtime.simulate fit MODEL --out FILE.toml
+    python -m app.runtime.simulate fit assets/demo --name built-in --size 96x96 --frames 33
     python -m app.runtime.simulate plans < jobs.jsonl
 
 Tables are for people; `--json` prints one JSON document and nothing else. Exit codes: 0 it fits, 2 wrong arguments,
@@ -133,6 +134,10 @@ def _parser() -> argparse.ArgumentParser:
 
     fitting = commands.add_parser("fit", help="fit the memory laws of a model; prints TOML")
     fitting.add_argument("model")
+    fitting.add_argument(
+        "--size", type=_size, metavar="WIDTHxHEIGHT", help="around which it is fitted; of a folder give it"
+    )
+    fitting.add_argument("--frames", type=int)
     fitting.add_argument("--name", help="the model's name in the result; default: MODEL, for a folder the folder's")
     fitting.add_argument("--out", type=Path, metavar="FILE")
     fitting.add_argument("--no-tiled", action="store_true", help="leave tiled decoding out: much quicker")
@@ -207,7 +212,11 @@ def _shares(peak: Peak) -> str:
 
 
 def _fit(options: argparse.Namespace) -> int:
-    found = fit(options.model, tiled=not options.no_tiled)
+    family = families.find(options.model)
+    width, height = options.size or (family.width, family.height)
+    shape = {"width": width, "height": height, "num_frames": options.frames or family.num_frames}
+    # a folder's pipeline class tells of no size: it would be fitted around another model's, and be wrong at its own
+    found = fit(family.model_copy(update=shape), tiled=not options.no_tiled)
     name = options.name or Path(found.model).name
     found = found.model_copy(update={"model": name})
     text = found.model_dump_json(indent=2) + "\n" if options.json else to_toml(found)
