@@ -47,9 +47,19 @@ class TokenLaw(Value):
         return max(0, round(self.constant_bytes + self.bytes_per_token * tokens))
 
 
-class VideoLaw(Value):
-    """Untiled decoding: constant + a for each pixel of a frame + b for each pixel of the video."""
+def filled(num_frames: int, window_frames: int | None) -> float:
+    """Which share of a window of frames a video fills."""
+    return 1.0 if window_frames is None else min(num_frames, window_frames) / window_frames
 
+
+class VideoLaw(Value):
+    """Untiled decoding: constant + a for each pixel of a frame + b for each pixel of the video.
+
+    A VAE that decodes some frames at a time has less of the first work where the video is shorter than that.
+    """
+
+    window_frames: int | None = Field(None, ge=1)
+    """Frames that it decodes at a time; None: the work on a frame does not depend on how many there are."""
     constant_bytes: float
     bytes_per_pixel: float
     bytes_per_video_pixel: float
@@ -58,7 +68,10 @@ class VideoLaw(Value):
     def bytes(self, height: int, width: int, num_frames: int) -> int:
         pixels = height * width
         video = pixels * num_frames
-        return max(0, round(self.constant_bytes + self.bytes_per_pixel * pixels + self.bytes_per_video_pixel * video))
+        worked_on = pixels * filled(num_frames, self.window_frames)
+        return max(
+            0, round(self.constant_bytes + self.bytes_per_pixel * worked_on + self.bytes_per_video_pixel * video)
+        )
 
 
 class TiledLaw(Value):

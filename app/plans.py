@@ -91,6 +91,10 @@ class Placement(Value):
     shards: tuple[Shard, ...] = ()
 
 
+MemoryKind = Literal["weights", "working", "rounding", "context", "reserve", "worker", "frames"]
+"""`rounding` is what torch counts beyond what was asked for, because it counts whole blocks."""
+
+
 class MemoryPart(Value):
     """One contribution to what a memory holds in a stage."""
 
@@ -98,7 +102,7 @@ class MemoryPart(Value):
     """`cuda:0`, ..., `ram`, `pinned` (page-locked RAM, which is counted in `ram` too), or `disk` (its files)."""
     stage: Stage
     component: str
-    kind: Literal["weights", "working", "context", "reserve", "worker", "frames"]
+    kind: MemoryKind
     bytes: Bytes
 
 

@@ -16,7 +16,7 @@ from app.schema import GIB
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     settings = Settings(data_dir=tmp_path_factory.mktemp("data"))
-    found = list(cases(settings, ("built-in",), cards=((1,), (4,)), rams=(16,), sizes=("default",)))
+    found = list(cases(settings, ("built-in",), cards=((1,), (4,)), rams=(16,), sizes=("small", "default")))
     assert found
     return found
 

@@ -143,7 +143,11 @@ def _fit_text(session: Session, lattice: Lattice) -> dict[str, TextLaw]:
 def _fit_decoding(session: Session, lattice: Lattice, weights: int) -> VideoLaw:
     shapes = [snap(session, lattice, *f) for f in ((0.6, 0.25), (1, 0.25), (1, 0.5), (0.6, 1), (1.4, 0.5))]
     working = [_decoding(session, shape) - weights for shape in shapes]
-    return laws.fit_video([(s.height, s.width, s.num_frames) for s in shapes], working)
+    sizes = [(s.height, s.width, s.num_frames) for s in shapes]
+    # whether it decodes some frames at a time differs by VAE: the data say
+    frames = getattr(session.pipe.vae, "tile_sample_min_num_frames", None)
+    windows = [None] if frames is None else [None, frames + 1]
+    return min((laws.fit_video(sizes, working, window) for window in windows), key=lambda law: law.max_error)
 
 
 def _fit_tiled(session: Session, lattice: Lattice, weights: int) -> TiledLaw | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from app.coefficients import TiledLaw, TokenLaw, VideoLaw
+from app.coefficients import TiledLaw, TokenLaw, VideoLaw, filled
 
 
 def fit_tokens(tokens: list[int], working: list[int]) -> TokenLaw:
@@ -13,11 +13,21 @@ def fit_tokens(tokens: list[int], working: list[int]) -> TokenLaw:
     return TokenLaw(constant_bytes=constant, bytes_per_token=slope, max_error=error)
 
 
-def fit_video(sizes: list[tuple[int, int, int]], working: list[int]) -> VideoLaw:
-    """The law through three or more points (height, width, num_frames) that differ in size and in length."""
-    rows = [[1.0, float(h * w), float(h * w * f)] for h, w, f in sizes]
+def fit_video(sizes: list[tuple[int, int, int]], working: list[int], window: int | None = None) -> VideoLaw:
+    """The law through three or more points (height, width, num_frames) that differ in size and in length.
+
+    Args:
+        window: frames that the VAE decodes at a time; None: no matter.
+    """
+    rows = [[1.0, h * w * filled(f, window), float(h * w * f)] for h, w, f in sizes]
     (constant, pixel, video), error = _least_squares(rows, working)
-    return VideoLaw(constant_bytes=constant, bytes_per_pixel=pixel, bytes_per_video_pixel=video, max_error=error)
+    return VideoLaw(
+        window_frames=window,
+        constant_bytes=constant,
+        bytes_per_pixel=pixel,
+        bytes_per_video_pixel=video,
+        max_error=error,
+    )
 
 
 def fit_tiled(sizes: list[tuple[int, int, int]], working: list[int], tile: tuple[int, int, int | None]) -> TiledLaw:

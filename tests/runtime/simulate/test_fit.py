@@ -71,6 +71,12 @@ def test_least_squares_finds_the_law_that_made_the_points() -> None:
     sizes = [(256, 256, 9), (512, 512, 9), (512, 512, 33), (768, 512, 17)]
     video = laws.fit_video(sizes, [5_000_000 + 1000 * h * w + 20 * h * w * f for h, w, f in sizes])
     assert video.bytes(640, 640, 25) == pytest.approx(5_000_000 + 1000 * 640**2 + 20 * 640**2 * 25, rel=1e-6)
+    short = [(256, 256, 5), (256, 256, 9), *sizes]
+    work = [1_000_000 + 900 * h * w * min(f, 17) + 20 * h * w * f for h, w, f in short]
+    windowed = laws.fit_video(short, work, 17)
+    assert windowed.max_error < 1e-6
+    assert windowed.bytes(640, 640, 9) == pytest.approx(1_000_000 + 920 * 640**2 * 9, rel=1e-6)
+    assert laws.fit_video(short, work).max_error > 0.05
     tiled = laws.fit_tiled(sizes, [9_000_000 + 30 * h * w * f for h, w, f in sizes], (256, 256, 1))
     assert tiled.bytes(1024, 1024, 49) == pytest.approx(9_000_000 + 30 * 1024**2 * 49, rel=1e-3)
 
