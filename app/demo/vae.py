@@ -30,6 +30,8 @@ from app.demo.stages import StepRandom, run_steps
 
 CHANNELS = 12
 """Latent channels that hold the picture."""
+GRID = 6
+"""Tokens of the transformer along each side of a keyframe, 2x2 cells each."""
 WAVES = 5
 """Cosines for each of key, row and column; with the constant they tell all six tokens of a row apart."""
 PLACES = 3 * WAVES

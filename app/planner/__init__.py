@@ -17,7 +17,7 @@ from app.errors import PlanError
 from app.estimate import devices_of
 from app.planner.budget import PINNED_SHARE, RAM_FLOOR_BYTES
 from app.planner.coarse import COARSE, coarse_plan
-from app.planner.nearest import Case, plan_error
+from app.planner.nearest import plan_error
 from app.planner.search import EVERYTHING, RUNTIME, Found, Search
 from app.planner.words import held_words, learned_words, reasons_of, titles_of, unmet_words
 from app.presets import format_bytes
@@ -69,7 +69,7 @@ def plan(
         _check_disk(hardware, card)
     found = search.best()
     if found is None:
-        raise plan_error(search, Case(hardware, card, request, preset, allowed, learned), presets)
+        raise plan_error(search, presets)
     estimate = search.estimate(found)
     factors = search.factors(found)
     fields = _fields(hardware, found, estimate)

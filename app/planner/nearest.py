@@ -9,33 +9,20 @@ from app.errors import PlanError
 from app.planner.search import Found, Search
 from app.planner.words import STAGE_DOING
 from app.presets import format_bytes
-from app.schema import Abilities, Hardware, HardwarePreset, Learned, ModelCard, Request
+from app.schema import HardwarePreset, ModelCard, Request
 
 T = TypeVar("T")
 
 
 class Case:
-    """A request that does not fit: everything needed to try others in its place."""
+    """A search that found nothing, and what would be found otherwise."""
 
-    def __init__(
-        self,
-        hardware: Hardware,
-        card: ModelCard,
-        request: Request,
-        preset: HardwarePreset,
-        allowed: Abilities,
-        learned: Learned | None = None,
-    ) -> None:
-        self.hardware, self.card, self.request, self.preset, self.allowed = hardware, card, request, preset, allowed
-        self.learned = learned
-
-    def _search(self, request: Request, preset: HardwarePreset) -> Search:
-        return Search(self.hardware, self.card, request, preset, self.allowed, self.learned)
+    def __init__(self, search: Search) -> None:
+        self.search, self.card, self.request = search, search.card, search.request
 
     def fits(self, **changes: int) -> bool:
         """Whether the request would fit with other numbers."""
-        request = self.request.model_copy(update=changes)
-        return self._search(request, self.preset).best() is not None
+        return self.search.other(**changes).best() is not None
 
     def fewer_frames(self) -> int | None:
         """The most frames that fit at this size; None when not even one does."""
@@ -52,10 +39,10 @@ class Case:
         """The preset under which it runs fastest."""
         best: tuple[float, HardwarePreset] | None = None
         for preset in presets:
-            if preset.id == self.preset.id:
+            if preset.id == self.search.preset.id:
                 continue
             try:
-                found = self._search(self.request, preset).best()
+                found = self.search.other(preset).best()
             except PlanError:  # it wants a GPU and there is none
                 continue
             if found is not None and (best is None or found.choice.seconds < best[0]):
@@ -63,9 +50,9 @@ class Case:
         return best[1] if best else None
 
 
-def plan_error(search: Search, case: Case, presets: Iterable[HardwarePreset]) -> PlanError:
+def plan_error(search: Search, presets: Iterable[HardwarePreset]) -> PlanError:
     """The error for a request that does not fit."""
-    nearest = search.nearest()
+    case, nearest = Case(search), search.nearest()
     request, card = case.request, case.card
     what = f"{card.title} at {request.width}x{request.height}, {request.num_frames} frames"
     if nearest is None:

@@ -83,7 +83,7 @@ class Search:
         if card.coefficients is None:
             raise PlanError(f"{card.title} was not measured by the simulator, so it cannot be planned exactly.")
         self.coefficients: Coefficients = card.coefficients
-        self.hardware, self.preset, self.request = hardware, preset, request
+        self.hardware, self.card, self.preset, self.request, self.allowed = hardware, card, preset, request, allowed
         self.budget: Budget = budget_of(hardware, preset)
         self.usable = usable_gpus(hardware, preset)
         self.learned = learned
@@ -100,6 +100,11 @@ class Search:
             base = as_bytes([base_cost(task, names)], space.slots)
             limits = tuple(self.budget.bytes[memory] for memory, _ in space.slots)
             self._spaces.append((gpus, space, base, limits))
+
+    def other(self, preset: HardwarePreset | None = None, /, **changes: int) -> Search:
+        """The same with another preset or other numbers in the request. Raises as the constructor does."""
+        request = self.request.model_copy(update=changes)
+        return Search(self.hardware, self.card, request, preset or self.preset, self.allowed, self.learned)
 
     def _task(self, gpus: tuple[Gpu, ...]) -> Task:
         return self._tasks["gpu" if gpus else "cpu"]

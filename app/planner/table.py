@@ -97,7 +97,7 @@ def _row(hardware: Hardware, card: ModelCard, request: Request, preset: Hardware
     search = Search(hardware, card, request, preset, EVERYTHING)
     found = search.best()
     if found is None:
-        return row.model_copy(update={"verdict": "no", "largest": _largest(hardware, card, request, preset)})
+        return row.model_copy(update={"verdict": "no", "largest": _largest(search)})
     ideal = search.unlimited()
     slow = found.choice.seconds > min(COMFORTABLE * ideal, request.timeout_seconds)
     peaks: dict[str, int] = {}
@@ -115,8 +115,8 @@ def _row(hardware: Hardware, card: ModelCard, request: Request, preset: Hardware
     )
 
 
-def _largest(hardware: Hardware, card: ModelCard, request: Request, preset: HardwarePreset) -> str | None:
-    case = Case(hardware, card, request, preset, EVERYTHING)
+def _largest(search: Search) -> str | None:
+    case = Case(search)
     if (frames := case.fewer_frames()) is not None:
         return f"{frames} frames"
     size = case.smaller_size()
@@ -134,9 +134,11 @@ def cliffs(
     if card.coefficients is None:
         raise PlanError(f"{card.title} was not measured by the simulator, so its cliffs are not known.")
 
+    search = Search(hardware, card, request, preset, allowed)
+
     def at(**changes: int) -> tuple[Found | None, float]:
-        search = Search(hardware, card, request.model_copy(update=changes), preset, allowed)
-        return search.best(), search.unlimited()
+        other = search.other(**changes)
+        return other.best(), other.unlimited()
 
     lattice = card.lattice
     counts = _spread(range(1, lattice.max_num_frames + 1, lattice.temporal_multiple))

@@ -9,8 +9,8 @@ import torch
 from app.demo.clips import KEYFRAMES
 from app.demo.folder import SETTINGS
 from app.demo.stages import StepRandom
-from app.demo.transformer import GRID, PLACE_SCALE, make_transformer, noise_levels, places, predict, scale_places
-from app.demo.vae import CHANNELS, LATENTS, PLACES
+from app.demo.transformer import PLACE_SCALE, make_transformer, noise_levels, places, predict, scale_places
+from app.demo.vae import CHANNELS, GRID, LATENTS, PLACES
 
 
 def test_places_tell_all_cells_and_keys_apart() -> None:

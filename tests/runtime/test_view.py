@@ -24,6 +24,19 @@ def seen(**changes: Any) -> dict[str, Any]:
     return {**usual, "cuda_available": True, "devices": [CARD], **changes}
 
 
+def run_on(device: str, tmp_path: Path) -> events.Run:
+    """A job for a model that is not there."""
+    return events.Run(
+        job_id="j1",
+        request=values.request(),
+        plan=values.plan(device=device),
+        card=values.card(repo_id=None, folder=tmp_path / "nothing here"),
+        output_path=tmp_path / "clip.mp4",
+        scratch=tmp_path / "scratch",
+        metadata={},
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -58,15 +71,7 @@ def test_the_cpu_always_passes() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card here")
 def test_a_plan_for_a_card_on_a_torch_without_one_fails_before_loading(tmp_path: Path) -> None:
-    run = events.Run(
-        job_id="j1",
-        request=values.request(),
-        plan=values.plan(device="cuda:0"),
-        card=values.card(repo_id=None, folder=tmp_path / "nothing here"),
-        output_path=tmp_path / "clip.mp4",
-        scratch=tmp_path / "scratch",
-        metadata={},
-    )
+    run = run_on("cuda:0", tmp_path)
     stream = io.BytesIO()
     loop = Loop(Channel(stream), Control())
     with pytest.raises(GenerationFailed, match="pocketreel doctor"):
@@ -81,15 +86,7 @@ def test_a_plan_for_a_card_on_a_torch_without_one_fails_before_loading(tmp_path:
 def test_a_plan_for_the_cpu_wakes_no_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     monkeypatch.setattr("app.runtime.view.view", lambda: asked.append(True))
-    run = events.Run(
-        job_id="j1",
-        request=values.request(),
-        plan=values.plan(device="cpu"),
-        card=values.card(repo_id=None, folder=tmp_path / "nothing here"),
-        output_path=tmp_path / "clip.mp4",
-        scratch=tmp_path / "scratch",
-        metadata={},
-    )
+    run = run_on("cpu", tmp_path)
     stream = io.BytesIO()
     Loop(Channel(stream), Control()).run(run, 0.0)
     event = events.EVENTS.validate_json(stream.getvalue().splitlines()[-1])

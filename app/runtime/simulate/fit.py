@@ -127,7 +127,7 @@ def _fit_text(session: Session, lattice: Lattice) -> dict[str, TextLaw]:
     for share in (0.25, 0.5, 1.0):
         for tokenizer, most in zip(tokenizers, full, strict=True):
             tokenizer.tokens = max(2, round(most * share))
-        for moment in session.run(shape.model_copy(update={"num_inference_steps": 1}), "latent").timeline:
+        for moment in session.run(shape, "latent").timeline:
             if moment.component.startswith("text_encoder"):
                 second = moment.component.endswith("_2") and len(tokenizers) > 1
                 tokens = tokenizers[1 if second else 0].tokens
@@ -176,5 +176,6 @@ def tile_of(vae: Any) -> tuple[int, int] | None:
 
 
 def _decoding(session: Session, shape: Shape) -> int:
-    quick = shape.model_copy(update={"num_inference_steps": 1, "guidance_scale": 1.0})
+    # two steps: the schedule of LTX-Video stretches its last one, which is no number where there is only one
+    quick = shape.model_copy(update={"num_inference_steps": 2, "guidance_scale": 1.0})
     return session.run(quick).peak(_DEVICE, Stage.DECODE)
