@@ -70,6 +70,8 @@ def _one_by_one(pipe: Any, modules: dict[str, torch.nn.Module], setup: Setup) ->
                 hooks.append(hook)
             case Hold.CPU:
                 pass
+        if hooks and one.hold is not Hold.MODEL_OFFLOAD:
+            _send_away_before(module, hooks[-1])
         home = torch.device("cpu") if one.hold is Hold.CPU else device
         if home != main and one.hold in (Hold.RESIDENT, Hold.CPU):
             _bridge(module, home)
@@ -115,6 +117,21 @@ def _bridge(module: torch.nn.Module, home: torch.device) -> None:
     for method in ("encode", "decode"):
         if hasattr(module, method):
             setattr(module, method, _sending(getattr(module, method), home))
+
+
+def _send_away_before(module: torch.nn.Module, hook: Any) -> None:
+    """accelerate's hook goes when the next hooked component comes; beside components held otherwise it would stay."""
+
+    def after(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            hook.offload()
+            return stock(*args, **kwargs)
+
+        return call
+
+    for method in ("forward", "encode", "decode"):
+        if hasattr(module, method):
+            setattr(module, method, after(getattr(module, method)))
 
 
 def _sending(stock: Callable[..., Any], home: torch.device) -> Callable[..., Any]:

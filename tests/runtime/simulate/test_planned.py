@@ -9,7 +9,7 @@ import pytest
 
 from app.errors import PlanError
 from app.plans import PlannedOutcome, PlannedRun, Shard
-from app.runtime.simulate.planned import serve, setup_of
+from app.runtime.simulate.planned import run_planned, serve, setup_of
 from app.runtime.simulate.values import Hold
 from app.schema import GIB, Placement, Strategy
 from tests import values
@@ -81,3 +81,15 @@ def test_plans_are_answered_line_by_line() -> None:
     assert leaf.pinned_bytes > 0
     assert "does not fit" in (small.error or "")
     assert "Nothing to simulate" in (unknown.error or "")
+
+
+def test_what_is_offloaded_as_a_whole_leaves_for_what_stays() -> None:
+    resident = plan_of(Strategy.RESIDENT)
+    placements = tuple(
+        placement(one.component, Strategy.MODEL_OFFLOAD) if one.component == "transformer" else one
+        for one in resident.plan.placements
+    )
+    mixed = resident.model_copy(update={"plan": resident.plan.model_copy(update={"placements": placements})})
+    both = [run_planned(run.model_copy(update={"num_frames": 33})) for run in (resident, mixed)]
+    # decoding is where both are fullest; the transformer weighs 15.1 MB
+    assert both[0].vram_bytes["cuda:0"] - both[1].vram_bytes["cuda:0"] > 14_000_000
