@@ -57,9 +57,9 @@ class Abilities(Value):
 
 
 SIMULATED = Abilities(
-    strategies=frozenset(set(Strategy) - {Strategy.DISK}), mixed=True, shards=False, fp8_storage=True, dtypes=True
+    strategies=frozenset(set(Strategy) - {Strategy.DISK}), mixed=True, shards=True, fp8_storage=True, dtypes=True
 )
-"""What the simulator can hold with the libraries' own calls: no reading from the disk, no spreading of blocks."""
+"""What the simulator can hold: no reading from the disk."""
 
 
 class Shard(Value):

@@ -25,7 +25,7 @@ import psutil
 from app import __version__, events
 from app.errors import GenerationFailed, PocketreelError
 from app.runtime.control import Control, Interrupted
-from app.schema import ErrorKind, Progress, Report, Stage, StageReport, Value
+from app.schema import Arrangement, ErrorKind, Progress, Report, Stage, StageReport, Value
 
 if TYPE_CHECKING:
     from app.runtime.memory import StageClock
@@ -133,19 +133,19 @@ class Loop:
 
     def _let_go(self, run: events.Run) -> str:
         """Give back what the last job left, unless this one needs the same; returns what this one needs."""
-        from app.runtime import pipeline  # noqa: PLC0415
+        from app.runtime import pipeline, placement  # noqa: PLC0415
 
-        key = run.card.model_dump_json() + run.plan.model_dump_json(
-            include={"device", "dtype", "strategy", "placements", "vae_tiling", "threads"}
-        )
-        self._warm = self._loaded == key
-        if not self._warm:
+        formats = {one.component: one.dtype for one in run.plan.placements}
+        key = f"{run.card.model_dump_json()} {run.plan.dtype} {sorted(formats.items())}"
+        now = placement.placed(self._pipe) if self._loaded == key else None
+        self._warm = now is not None and _held_alike(now.plan, run.plan)
+        if now is None or (now.lossy and not self._warm):
             self._loaded, self._pipe = None, None
             pipeline.collect()
         return key
 
     def _ensure_loaded(self, run: events.Run, key: str) -> None:
-        """Load and place the pipeline unless the last job left the same one."""
+        """Load and place the pipeline unless the last job left the same one; one held otherwise is only held anew."""
         from app.runtime import pipeline, placement, view  # noqa: PLC0415
 
         if self._warm:
@@ -153,9 +153,13 @@ class Loop:
         # asking wakes the cards, which a run on the CPU must not do
         if run.plan.device.startswith("cuda") and (why := view.unusable(run.plan.device, view.view())) is not None:
             raise GenerationFailed(why, kind=ErrorKind.INVALID)
-        pipe = pipeline.load(run.card, run.plan)
-        self.control.check()
-        placement.apply(pipe, run.plan)
+        pipe, self._pipe, self._loaded = self._pipe, None, None  # a failure must not leave half of it for the next job
+        if pipe is None:
+            pipe = pipeline.load(run.card, run.plan)
+            self.control.check()
+            placement.place(pipe, run.plan)
+        else:
+            placement.switch(pipe, run.plan)
         self._pipe, self._loaded = pipe, key
 
     def _report(self, run: events.Run, stages: list[StageReport]) -> Report:
@@ -174,6 +178,11 @@ class Loop:
         except Exception:  # noqa: BLE001 - a GPU after an illegal access refuses every call; the first error counts
             traceback.print_exc()
             return None
+
+
+def _held_alike(one: Arrangement, other: Arrangement) -> bool:
+    fields = {"device", "dtype", "strategy", "placements", "vae_tiling", "threads"}
+    return one.model_dump(include=fields) == other.model_dump(include=fields)
 
 
 def versions() -> dict[str, str]:

@@ -19,6 +19,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from app.errors import InvalidOutput, ModelNotUsable
+from app.runtime import placement
 from app.runtime.control import Control
 from app.runtime.memory import StageClock, is_ram_error
 from app.schema import ModelCard, Plan, Request, Stage
@@ -50,7 +51,7 @@ def load(card: ModelCard, plan: Plan) -> Any:
         return cls.from_pretrained(
             source,
             revision=card.revision,
-            dtype=getattr(torch, plan.dtype),
+            dtype=_dtypes(plan),
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=card.folder is not None,
@@ -64,6 +65,13 @@ def load(card: ModelCard, plan: Plan) -> Any:
             "Check that it is a complete diffusers folder with .safetensors weights"
             + ("." if card.folder is not None else ", that you are online, and that the model is not gated.")
         ) from error
+
+
+def _dtypes(plan: Plan) -> Any:
+    """What diffusers' `dtype` takes: one for all, or one by component."""
+    found = {one.component: getattr(torch, one.dtype) for one in plan.placements}
+    main = getattr(torch, plan.dtype)
+    return {**found, "default": main} if set(found.values()) - {main} else main
 
 
 def generate(pipe: Any, request: Request, control: Control, clock: StageClock) -> Pixels:
@@ -87,7 +95,7 @@ def generate(pipe: Any, request: Request, control: Control, clock: StageClock) -
             output = pipe(**arguments, callback_on_step_end=step_ended)
     finally:
         # the stock call skips this when it raises, which would leave the last component on the GPU
-        pipe.maybe_free_model_hooks()
+        placement.rest(pipe)
     frames: Frames = np.asarray(output.frames[0], dtype=np.float32)
     check_frames(frames)
     return to_pixels(frames)

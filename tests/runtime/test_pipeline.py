@@ -203,9 +203,10 @@ def test_eta_follows_the_recent_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_plan_without_sizes_is_applied(pipe: Any) -> None:
     """Of a Hub model that was not downloaded yet, the sizes are unknown when the plan is made."""
-    placement.apply(pipe, values.plan(placements=()))
+    placement.place(pipe, values.plan(placements=()))
+    placement.remove(pipe)
     with pytest.raises(PlanError, match="doctor"):
-        placement.apply(pipe, values.plan(device="cuda:7"))
+        placement.place(pipe, values.plan(device="cuda:7"))
 
 
 @pytest.mark.parametrize(

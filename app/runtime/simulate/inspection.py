@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from app.coefficients import Blocks, ComponentFacts
+from app.runtime.placement.sharding import block_lists
 from app.runtime.simulate.allocator import HostMemory
 from app.runtime.simulate.families import kept_in_fp32
 
@@ -36,18 +37,10 @@ def inspect_component(module: torch.nn.Module, dtype: torch.dtype) -> ComponentF
     )
 
 
-def _blocks(module: torch.nn.Module, prefix: str = "") -> Iterator[Blocks]:
-    """Outermost lists of layers that hold at least a tenth of the component."""
-    whole = _bytes(_tensors(module))
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        # a list may hold None where a layer is left out, e.g. the attention of a VAE's middle block
-        layers = [layer for layer in child if layer is not None] if isinstance(child, torch.nn.ModuleList) else []
+def _blocks(module: torch.nn.Module) -> Iterator[Blocks]:
+    for path, layers in block_lists(module):
         sizes = [_bytes(_tensors(layer)) for layer in layers]
-        if len(sizes) > 1 and sum(sizes) >= whole / 10:
-            yield Blocks(path=path, count=len(sizes), bytes=max(sizes), total_bytes=sum(sizes))
-        elif not isinstance(child, torch.nn.ModuleList):
-            yield from _blocks(child, f"{path}.")
+        yield Blocks(path=path, count=len(sizes), bytes=max(sizes), total_bytes=sum(sizes))
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

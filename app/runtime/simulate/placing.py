@@ -1,60 +1,93 @@
-"""Hold the components of a simulated pipeline as a `Setup` says, with the libraries' own calls.
+"""Hold the components of a simulated pipeline as a `Setup` says: with the program's own placement, where it can.
 
-This is the simulator's yardstick. The worker's placement (`app.runtime.placement`) can be simulated instead:
-`simulate(..., apply=lambda pipe: placement.apply(pipe, plan))`.
+What it refuses on purpose is held with the libraries' own calls, to reproduce old figures and their traps: accelerate's
+sequential offload, group offload to disk, `record_stream`. Then all components are held with the libraries' calls, on
+one device.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
-from accelerate.hooks import add_hook_to_module
 from diffusers.hooks import apply_group_offloading
 
 from app.errors import PlanError
+from app.runtime import placement
 from app.runtime.simulate.values import ComponentSetup, Hold, Setup
+from app.schema import Arrangement, Placement, Strategy
+
+_STRATEGIES = {
+    Hold.RESIDENT: Strategy.RESIDENT,
+    Hold.MODEL_OFFLOAD: Strategy.MODEL_OFFLOAD,
+    Hold.BLOCK: Strategy.BLOCK,
+    Hold.LEAF: Strategy.LEAF,
+    Hold.CPU: Strategy.CPU,
+}
 
 
-def apply(pipe: Any, setup: Setup) -> list[Any]:
-    """Place every component. Returns accelerate's hooks whose `offload()` is to be called after each run.
+def apply(pipe: Any, setup: Setup) -> None:
+    """Place every component.
 
     Raises:
-        PlanError: a setup that the libraries cannot do.
+        PlanError: a setup that cannot be held.
         torch.OutOfMemoryError: the weights alone do not fit.
     """
-    modules: dict[str, Any] = {n: m for n, m in pipe.components.items() if isinstance(m, torch.nn.Module)}
+    modules = placement.modules_of(pipe)
     unknown = sorted(set(setup.components) - set(modules))
     if unknown:
         raise PlanError(f"{type(pipe).__name__} has no component {', '.join(unknown)}; it has {', '.join(modules)}.")
-    for name, module in modules.items():
-        one = setup.of(name)
-        if one.storage_dtype is not None:  # before offloading, or the large type would travel
-            compute = getattr(torch, one.dtype) if one.dtype is not None else module.dtype
-            module.enable_layerwise_casting(storage_dtype=getattr(torch, one.storage_dtype), compute_dtype=compute)
-    vae = modules.get("vae")
-    if vae is not None and setup.vae_tiling:
-        vae.enable_tiling()
+    vae: Any = modules.get("vae")
     if vae is not None and setup.vae_slicing:
         vae.enable_slicing()
-    if all(setup.of(name).hold is Hold.MODEL_OFFLOAD for name in modules):
-        device = torch.device(next(iter(setup.of(name).device for name in modules)))
-        pipe.enable_model_cpu_offload(gpu_id=device.index or 0, device=device.type)
-        return []
-    return _one_by_one(pipe, modules, setup)
+    if any(_stock_only(setup.of(name)) for name in modules):
+        _with_stock_calls(modules, setup)
+        return
+    placement.place(pipe, arrangement(modules, setup))
 
 
-def _one_by_one(pipe: Any, modules: dict[str, torch.nn.Module], setup: Setup) -> list[Any]:
-    main = _main_device(modules, setup)
-    hooks: list[Any] = []
-    sequence = pipe.model_cpu_offload_seq.split("->")
-    # in the order of their work, so that each can send its predecessor away
-    for name in sorted(modules, key=lambda n: sequence.index(n) if n in sequence else -1):
-        module = modules[name]
+def arrangement(modules: dict[str, torch.nn.Module], setup: Setup) -> Arrangement:
+    """The setup as a plan: without predictions."""
+    main = setup.of(next((name for name in ("transformer", "unet") if name in modules), next(iter(modules))))
+    return Arrangement(
+        device="cpu" if main.hold is Hold.CPU else main.device,
+        dtype="bfloat16",
+        strategy=_STRATEGIES[main.hold],
+        placements=tuple(_placement(name, module, setup.of(name)) for name, module in modules.items()),
+        vae_tiling=setup.vae_tiling,
+        predicted_ram_bytes=0,
+    )
+
+
+def _placement(name: str, module: Any, one: ComponentSetup) -> Placement:
+    return Placement(
+        component=name,
+        strategy=_STRATEGIES[one.hold],
+        device="cpu" if one.hold is Hold.CPU else one.device,
+        dtype=one.dtype or str(module.dtype).removeprefix("torch."),
+        weight_bytes=0,
+        num_blocks_per_group=one.num_blocks_per_group if one.hold is Hold.BLOCK else None,
+        use_stream=one.use_stream,
+        low_cpu_mem_usage=one.low_cpu_mem_usage,
+        storage_dtype=one.storage_dtype,
+    )
+
+
+# ------------------------------------------------------------------------------------------- the libraries' own calls
+
+
+def _stock_only(one: ComponentSetup) -> bool:
+    return one.hold is Hold.SEQUENTIAL or one.offload_to_disk or one.record_stream or one.block_modules is not None
+
+
+def _with_stock_calls(modules: dict[str, torch.nn.Module], setup: Setup) -> None:
+    vae: Any = modules.get("vae")
+    if vae is not None and setup.vae_tiling:
+        vae.enable_tiling()
+    for name, module in modules.items():
         one = setup.of(name)
         device = torch.device(one.device)
         match one.hold:
@@ -64,27 +97,8 @@ def _one_by_one(pipe: Any, modules: dict[str, torch.nn.Module], setup: Setup) ->
                 _offload_groups(name, module, one)
             case Hold.SEQUENTIAL:
                 accelerate.cpu_offload(module, device, offload_buffers=len(module._parameters) > 0)
-            case Hold.MODEL_OFFLOAD:
-                previous = hooks[-1] if hooks else None
-                _, hook = accelerate.cpu_offload_with_hook(module, device, prev_module_hook=previous)
-                hooks.append(hook)
-            case Hold.CPU:
-                pass
-        if hooks and one.hold is not Hold.MODEL_OFFLOAD:
-            _send_away_before(module, hooks[-1])
-        home = torch.device("cpu") if one.hold is Hold.CPU else device
-        if home != main and one.hold in (Hold.RESIDENT, Hold.CPU):
-            _bridge(module, home)
-    if any(setup.of(name).hold is not Hold.RESIDENT or setup.of(name).device != str(main) for name in modules):
-        _pin_execution_device(pipe, main)
-    return hooks
-
-
-def _main_device(modules: dict[str, torch.nn.Module], setup: Setup) -> torch.device:
-    """Where latents and embeddings live: the device of the denoiser."""
-    name = next((n for n in ("transformer", "unet") if n in modules), next(iter(modules)))
-    one = setup.of(name)
-    return torch.device("cpu") if one.hold is Hold.CPU else torch.device(one.device)
+            case Hold.MODEL_OFFLOAD | Hold.CPU:
+                raise PlanError(f"{name} cannot be held {one.hold} beside components that only the libraries can hold.")
 
 
 def _offload_groups(name: str, module: torch.nn.Module, one: ComponentSetup) -> None:
@@ -105,43 +119,3 @@ def _offload_groups(name: str, module: torch.nn.Module, one: ComponentSetup) -> 
         low_cpu_mem_usage=one.low_cpu_mem_usage,
         **options,
     )
-
-
-def _bridge(module: torch.nn.Module, home: torch.device) -> None:
-    """Inputs go to where the module is, outputs of `forward` back to where they came from: what `device_map` does.
-
-    Hooks see `forward` only, but pipelines call a VAE's `decode`; its result may stay where it is.
-    """
-    hook = accelerate.hooks.AlignDevicesHook(execution_device=home, io_same_device=True, place_submodules=False)
-    add_hook_to_module(module, hook)
-    for method in ("encode", "decode"):
-        if hasattr(module, method):
-            setattr(module, method, _sending(getattr(module, method), home))
-
-
-def _send_away_before(module: torch.nn.Module, hook: Any) -> None:
-    """accelerate's hook goes when the next hooked component comes; beside components held otherwise it would stay."""
-
-    def after(stock: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            hook.offload()
-            return stock(*args, **kwargs)
-
-        return call
-
-    for method in ("forward", "encode", "decode"):
-        if hasattr(module, method):
-            setattr(module, method, after(getattr(module, method)))
-
-
-def _sending(stock: Callable[..., Any], home: torch.device) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return stock(*accelerate.utils.send_to_device(args, home), **accelerate.utils.send_to_device(kwargs, home))
-
-    return call
-
-
-def _pin_execution_device(pipe: Any, device: torch.device) -> None:
-    """`_execution_device` is guessed by diffusers from any hook it finds; say it instead."""
-    cls = type(pipe)
-    pipe.__class__ = type(cls.__name__, (cls,), {"_execution_device": property(lambda _self: device)})

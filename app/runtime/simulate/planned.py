@@ -1,4 +1,4 @@
-"""A plan of the planner, as the simulator holds it; and a process that runs such plans one after another.
+"""A plan of the planner, placed by the worker's own code on simulated cards; and a process that runs many of them.
 
     python -m app.runtime.simulate plans < jobs.jsonl > results.jsonl
 
@@ -14,45 +14,23 @@ from typing import TextIO
 import torch
 
 from app.errors import PlanError, PocketreelError
-from app.plans import SIMULATED, Arrangement, Placement, PlannedOutcome, PlannedRun, Strategy
+from app.plans import SIMULATED, Arrangement, PlannedOutcome, PlannedRun
+from app.runtime import placement
 from app.runtime.simulate.run import simulate
-from app.runtime.simulate.values import ComponentSetup, GpuSpec, Hold, MachineSpec, Setup, Shape
-
-_HOLDS = {
-    Strategy.RESIDENT: Hold.RESIDENT,
-    Strategy.MODEL_OFFLOAD: Hold.MODEL_OFFLOAD,
-    Strategy.BLOCK: Hold.BLOCK,
-    Strategy.LEAF: Hold.LEAF,
-    Strategy.CPU: Hold.CPU,
-}
+from app.runtime.simulate.values import ComponentSetup, GpuSpec, MachineSpec, Setup, Shape
 
 
 def setup_of(plan: Arrangement) -> Setup:
-    """How the simulator holds what a plan says.
+    """The formats in which a plan's components are loaded.
 
     Raises:
         PlanError: it reads from the disk or spreads blocks over cards, which the simulator cannot hold.
     """
-    return Setup(
-        components={placement.component: _component(placement) for placement in plan.placements},
-        vae_tiling=plan.vae_tiling,
-    )
-
-
-def _component(placement: Placement) -> ComponentSetup:
-    if placement.strategy not in SIMULATED.strategies or placement.shards:
-        how = "spread over several cards" if placement.shards else placement.strategy
-        raise PlanError(f"The simulator cannot hold {placement.component} {how}.")
-    return ComponentSetup(
-        hold=_HOLDS[placement.strategy],
-        device=placement.device,
-        num_blocks_per_group=placement.num_blocks_per_group or 1,
-        use_stream=placement.use_stream,
-        record_stream=placement.record_stream,
-        low_cpu_mem_usage=placement.low_cpu_mem_usage,
-        dtype=placement.dtype,
-        storage_dtype=placement.storage_dtype,
-    )
+    for one in plan.placements:
+        if one.strategy not in SIMULATED.strategies or (one.shards and not SIMULATED.shards):
+            how = "spread over several cards" if one.shards else one.strategy
+            raise PlanError(f"The simulator cannot hold {one.component} {how}.")
+    return Setup(components={one.component: ComponentSetup(dtype=one.dtype) for one in plan.placements})
 
 
 def run_planned(run: PlannedRun) -> PlannedOutcome:
@@ -63,7 +41,9 @@ def run_planned(run: PlannedRun) -> PlannedOutcome:
     )
     shape = Shape(height=run.height, width=run.width, num_frames=run.num_frames, guidance_scale=run.guidance_scale)
     try:
-        result = simulate(run.model, shape, setup_of(run.plan), machine)
+        result = simulate(
+            run.model, shape, setup_of(run.plan), machine, apply=lambda pipe: placement.place(pipe, run.plan)
+        )
     except (torch.OutOfMemoryError, MemoryError) as error:
         where = " ".join(getattr(error, "__notes__", ()))
         return PlannedOutcome(error=f"does not fit: {error} ({where})")

@@ -32,7 +32,7 @@ from app.runtime.simulate.watch import Watch
 from app.schema import Stage
 
 Apply = Callable[[Any], None]
-"""Places the components of a pipeline, e.g. `lambda pipe: app.runtime.placement.apply(pipe, plan)`."""
+"""Places the components of a pipeline, e.g. `lambda pipe: app.runtime.placement.place(pipe, plan)`."""
 
 
 class Session:
@@ -58,7 +58,6 @@ class Session:
         self._apply = apply
         self._prompt_tokens = prompt_tokens
         self._replay = replay
-        self._hooks: list[Any] = []
         self._load_peaks: tuple[Peak, ...] = ()
         self._exits = ExitStack()
 
@@ -75,7 +74,7 @@ class Session:
             watch = Watch(self.machine)
             with watch.stage(Stage.LOAD), self._explained(watch):
                 if self._apply is None:
-                    self._hooks = placing.apply(self.pipe, self.setup)
+                    placing.apply(self.pipe, self.setup)
                 else:
                     self._apply(self.pipe)
             self._load_peaks = tuple(watch.peaks)
@@ -104,8 +103,6 @@ class Session:
                 output = self.pipe(**arguments)
             finally:
                 self.pipe.maybe_free_model_hooks()  # the stock call skips this when it raises
-                for hook in self._hooks:
-                    hook.offload()
             output_shape = _shape_of(output)
             del output
         return Simulation(

@@ -10,7 +10,6 @@ import pytest
 from app.errors import PlanError
 from app.plans import PlannedOutcome, PlannedRun, Shard
 from app.runtime.simulate.planned import run_planned, serve, setup_of
-from app.runtime.simulate.values import Hold
 from app.schema import GIB, Placement, Strategy
 from tests import values
 
@@ -34,34 +33,27 @@ def plan_of(strategy: Strategy, **changes: object) -> PlannedRun:
     )
 
 
-def test_every_setting_of_a_placement_arrives() -> None:
-    one = placement(
-        "transformer",
-        Strategy.BLOCK,
-        device="cuda:1",
-        dtype="bfloat16",
-        num_blocks_per_group=4,
-        use_stream=True,
-        low_cpu_mem_usage=True,
-        storage_dtype="float8_e4m3fn",
-    )
-    setup = setup_of(values.plan(placements=(one,), vae_tiling=True))
-    held = setup.of("transformer")
-    assert (held.hold, held.device, held.num_blocks_per_group) == (Hold.BLOCK, "cuda:1", 4)
-    assert (held.use_stream, held.low_cpu_mem_usage, held.record_stream) == (True, True, False)
-    assert (held.dtype, held.storage_dtype, setup.vae_tiling) == ("bfloat16", "float8_e4m3fn", True)
+def test_components_are_loaded_in_the_planned_formats() -> None:
+    plan = values.plan(placements=(placement("transformer", dtype="bfloat16"), placement("vae")))
+    setup = setup_of(plan)
+    assert (setup.of("transformer").dtype, setup.of("vae").dtype) == ("bfloat16", "float32")
 
 
-@pytest.mark.parametrize(
-    "one",
-    [
-        placement("transformer", Strategy.DISK),
-        placement("transformer", shards=(Shard(device="cuda:0", first_block=0, count=1),)),
-    ],
-)
-def test_what_cannot_be_held_is_refused(one: Placement) -> None:
+def test_what_cannot_be_held_is_refused() -> None:
     with pytest.raises(PlanError, match="cannot hold transformer"):
-        setup_of(values.plan(placements=(one,)))
+        setup_of(values.plan(placements=(placement("transformer", Strategy.DISK),)))
+
+
+def test_blocks_are_spread_over_two_cards() -> None:
+    whole = plan_of(Strategy.RESIDENT)
+    shards = (Shard(device="cuda:0", first_block=0, count=3), Shard(device="cuda:1", first_block=3, count=3))
+    spread = plan_of(Strategy.RESIDENT, shards=shards).model_copy(update={"vram_bytes": (4 * GIB, 4 * GIB)})
+    one, two = run_planned(whole), run_planned(spread)
+    assert two.error is None
+    assert two.vram_bytes["cuda:1"] > 6_000_000  # half of the transformer's 15.1 MB
+    assert one.vram_bytes["cuda:0"] - two.vram_bytes["cuda:0"] > 6_000_000
+    wrong = plan_of(Strategy.RESIDENT, shards=shards[:1])
+    assert "has 6" in (run_planned(wrong).error or "")
 
 
 def test_plans_are_answered_line_by_line() -> None:
