@@ -237,7 +237,6 @@ class JobService:
             request,
             preset,
             presets.tensor_counts(card),
-            allowed=planner.RUNTIME,  # what the planner knows beyond it, `pocketreel plan` shows
             learned=self._learned(card, found),
             presets=self.catalogue.hardware.values(),
         )

@@ -1,7 +1,4 @@
-"""`pocketreel plan`: plans for this machine or an imagined one, without submitting anything.
-
-A plan is shown with all that the planner knows; beside it stands what this version runs, which may be less.
-"""
+"""`pocketreel plan`: plans for this machine or an imagined one, without submitting anything."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from app import calibration, hardware, planner, presets
 from app.config import Settings
 from app.errors import InvalidRequest, PlanError, StoreError
 from app.planner.imagine import imagine
-from app.planner.table import Cliff, FitRow, cliffs, fit_table, how_words
+from app.planner.table import Cliff, FitRow, cliffs, fit_table
 from app.resolve import resolve
-from app.schema import Draft, Hardware, HardwarePreset, Learned, ModelCard, Notice, Plan, Request, Value
+from app.schema import Coefficients, Draft, Hardware, HardwarePreset, Learned, ModelCard, Notice, Plan, Request, Value
 from app.store import Store
 
 _log = logging.getLogger(__name__)
@@ -38,7 +35,7 @@ class Asked(Value):
 
 
 class Outlook(Value):
-    """A plan with everything allowed, and what this version makes of the same request."""
+    """A plan for a request, or why there is none."""
 
     request: Request
     notices: tuple[Notice, ...]
@@ -47,20 +44,14 @@ class Outlook(Value):
     error: str | None = None
     """Why there is no plan."""
     runs: bool
-    """This version runs a plan for it, if not this one."""
-    this_version: Plan | None = None
-    """The plan that this version runs; None where it runs none."""
-    this_version_error: str | None = None
+    """False: it starts from a picture, which this version cannot take."""
 
     @property
     def runs_words(self) -> str:
-        """What this version does with it, for people."""
-        if self.this_version is None:
-            return f"This version cannot apply that plan yet, and has none of its own: {self.this_version_error}"
-        if self.plan is not None and self.this_version.placements == self.plan.placements:
-            return "This version runs this plan as it is."
-        known = ", ".join(sorted(planner.RUNTIME.strategies))
-        return f"This version holds the whole pipeline in one way ({known}): {how_words(self.this_version.placements)}."
+        """For people, where it does not run."""
+        if self.runs:
+            return ""
+        return f"{self.title} needs a start image, which this version cannot take: it is planned only."
 
 
 class Planning:
@@ -74,6 +65,7 @@ class Planning:
             PresetError: a bundled preset is broken.
         """
         self.asked, self._settings = asked, settings
+        self._known: dict[str, Learned | None] = {}
         self._imagined = bool(asked.vram or asked.gpus or asked.ram)
         self.catalogue = presets.load_catalogue(settings)
         self.preset: HardwarePreset = presets.find_hardware(self.catalogue, asked.preset)
@@ -95,41 +87,39 @@ class Planning:
         """
         card = presets.find_card(self.catalogue, self.asked.model)
         request, notices = self._request(card)
-        counts = presets.tensor_counts(card)
-        learned = self._learned(card)
-        plan, error = self._plan(card, request, counts, learned, everything=True)
-        own, own_error = self._plan(card, request, counts, learned, everything=False)
-        if "t2v" not in card.tasks:
-            own, own_error = None, f"{card.title} needs a start image, which this version cannot take."
+        plan, error = self._plan(card, request, presets.tensor_counts(card), self._learned(card))
         return Outlook(
             request=request,
             notices=tuple(notice for notice in notices if notice.field != "prompt"),
             title=card.title,
             plan=plan,
             error=error,
-            runs=own is not None,
-            this_version=own,
-            this_version_error=own_error,
+            runs="t2v" in card.tasks,
         )
 
     def _learned(self, card: ModelCard) -> Learned | None:
         """Of an imagined machine nothing is known, nor where the history cannot be read: a plan needs none."""
         if card.coefficients is None or self._imagined:
             return None
+        if card.coefficients.fingerprint not in self._known:
+            self._known[card.coefficients.fingerprint] = self._read_learned(card.coefficients)
+        return self._known[card.coefficients.fingerprint]
+
+    def _read_learned(self, coefficients: Coefficients) -> Learned | None:
         try:
             store = Store(self._settings.database)
         except StoreError as error:
             _log.warning("planning without what earlier runs taught: %s", error)
             return None
         try:
-            return calibration.learned(store, card.coefficients, calibration.machine_key(self.hardware))
+            return calibration.learned(store, coefficients, calibration.machine_key(self.hardware))
         finally:
             store.close()
 
     def table(self) -> tuple[FitRow, ...]:
         """Every model of the catalogue."""
         cards = self.catalogue.models.values()
-        return fit_table(self.hardware, [(card, self._request(card)[0]) for card in cards], self.preset)
+        return fit_table(self.hardware, [(card, self._request(card)[0]) for card in cards], self.preset, self._learned)
 
     def cliffs(self) -> tuple[str, tuple[Cliff, ...]]:
         """The model's title and its cliffs.
@@ -139,7 +129,7 @@ class Planning:
             PlanError: the model was not measured by the simulator.
         """
         card = presets.find_card(self.catalogue, self.asked.model)
-        return card.title, cliffs(self.hardware, card, self._request(card)[0], self.preset)
+        return card.title, cliffs(self.hardware, card, self._request(card)[0], self.preset, self._learned(card))
 
     def _request(self, card: ModelCard) -> tuple[Request, Sequence[Notice]]:
         asked = self.asked
@@ -162,8 +152,6 @@ class Planning:
         request: Request,
         counts: dict[str, dict[str, int]] | None,
         learned: Learned | None,
-        *,
-        everything: bool,
     ) -> tuple[Plan | None, str | None]:
         try:
             plan = planner.plan(
@@ -172,7 +160,6 @@ class Planning:
                 request,
                 self.preset,
                 counts,
-                allowed=planner.EVERYTHING if everything else planner.RUNTIME,
                 learned=learned,
                 presets=self.catalogue.hardware.values(),
             )

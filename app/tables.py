@@ -102,8 +102,7 @@ def reset(settings: Settings) -> Answer:
 
 
 def plan_view(plan: Plan, request: Request, title: str, *, runs: str) -> list[RenderableType]:
-    """One plan: what is asked, each component, each stage, the reasons, the ladder. `runs` says what this version does
-    with it."""
+    """One plan: what is asked, each component, each stage, the reasons, the ladder. `runs`: why it cannot be run."""
     seconds = f", about {duration(plan.predicted_seconds)}" if plan.predicted_seconds is not None else ""
     head = (
         f"{title}: {request.width}x{request.height}, {request.num_frames} frames, {request.num_inference_steps} steps"
@@ -116,7 +115,7 @@ def plan_view(plan: Plan, request: Request, title: str, *, runs: str) -> list[Re
     if plan.ladder:
         parts += ["", "If memory runs out after all, in this order:"]
         parts += [f"  {number}. {_rung(rung)}" for number, rung in enumerate(plan.ladder, start=1)]
-    return [*parts, "", runs]
+    return [*parts, "", runs] if runs else parts
 
 
 def component_table(plan: Plan) -> Table:
@@ -164,7 +163,7 @@ def fit_view(rows: Iterable[FitRow], hardware: Hardware) -> list[RenderableType]
         "",
         table,
         "",
-        "Times are reckoned, not measured. * this version cannot apply that plan yet.",
+        "Times are reckoned, not measured. * needs a start image, which this version cannot take.",
     ]
 
 

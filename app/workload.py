@@ -75,6 +75,8 @@ def task_of(coefficients: Coefficients, request: Request, factors: Factors | Non
     batched = coefficients.pipeline.startswith(BATCHED_GUIDANCE)
     law = coefficients.denoise_guided if guided and coefficients.denoise_guided is not None else coefficients.denoise
     tokens, tiled = coefficients.lattice.tokens(*size), coefficients.decode_tiled
+    if tiled is not None and request.height <= tiled.tile_height and request.width <= tiled.tile_width:
+        tiled = None  # one tile: nothing is saved
     return Task(
         coefficients=coefficients,
         pixels=request.height * request.width,

@@ -18,8 +18,8 @@ from app.estimate import devices_of
 from app.planner.budget import PINNED_SHARE, RAM_FLOOR_BYTES
 from app.planner.coarse import COARSE, coarse_plan
 from app.planner.nearest import plan_error
-from app.planner.search import EVERYTHING, RUNTIME, Found, Search
-from app.planner.words import held_words, learned_words, reasons_of, titles_of, unmet_words
+from app.planner.search import EVERYTHING, Found, Search
+from app.planner.words import held_words, learned_words, reasons_of, titles_of
 from app.presets import format_bytes
 from app.schema import (
     Abilities,
@@ -36,7 +36,7 @@ from app.schema import (
 )
 from app.workload import stage_of, stored_bytes
 
-__all__ = ["COARSE", "EVERYTHING", "PINNED_SHARE", "RAM_FLOOR_BYTES", "RUNTIME", "plan"]
+__all__ = ["COARSE", "EVERYTHING", "PINNED_SHARE", "RAM_FLOOR_BYTES", "plan"]
 
 
 def plan(
@@ -46,7 +46,7 @@ def plan(
     preset: HardwarePreset,
     counts: dict[str, dict[str, int]] | None,
     *,
-    allowed: Abilities = RUNTIME,
+    allowed: Abilities = EVERYTHING,
     learned: Learned | None = None,
     presets: Iterable[HardwarePreset] = (),
 ) -> Plan:
@@ -62,8 +62,7 @@ def plan(
         PlanError: names the memory that is short, by how much and in which stage, and the nearest change that fits.
     """
     if card.coefficients is None:
-        made = coarse_plan(hardware, card, request, preset, counts)
-        return made.model_copy(update={"reasons": (*made.reasons, *unmet_words(preset, allowed))})
+        return coarse_plan(hardware, card, request, preset, counts)
     search = Search(hardware, card, request, preset, allowed, learned)
     if counts is None and card.repo_id is not None:
         _check_disk(hardware, card)
@@ -78,7 +77,6 @@ def plan(
         **fields,
         reasons=(
             *reasons_of(search, found, estimate, sure=card.coefficients.sure),
-            *unmet_words(preset, allowed),
             *learned_words(factors),
         ),
         estimate=estimate,

@@ -16,6 +16,16 @@ COARSE = "reckoned by a coarse rule: this model was not measured by the simulato
 WEIGHTS_MARGIN = 1.25
 
 
+def _unmet(preset: HardwarePreset) -> list[str]:
+    """What the preset wants and this rule cannot plan."""
+    unmet = []
+    if (preset.max_gpus or 1) > 1:
+        unmet.append("without measured sizes one card is used: the others stay free")
+    if preset.prefer_disk:
+        unmet.append("without measured sizes nothing is read from the disk while it computes: only the RAM limit holds")
+    return unmet
+
+
 def coarse_plan(
     hardware: Hardware,
     card: ModelCard,
@@ -64,7 +74,7 @@ def coarse_plan(
         vae_tiling=strategy is Strategy.MODEL_OFFLOAD,
         predicted_ram_bytes=ram_needed,
         predicted_vram_bytes={device: needed} if needed else {},
-        reasons=(reason, why, f"{dtype}: what {gpu.name} computes fast", COARSE),
+        reasons=(reason, why, f"{dtype}: what {gpu.name} computes fast", COARSE, *_unmet(preset)),
     )
 
 
@@ -79,7 +89,7 @@ def _on_cpu(
         if weights is not None
         else "the sizes of this model are unknown until it is downloaded: memory is unchecked"
     )
-    reasons += ["float32: most CPUs compute 16-bit formats slowly", COARSE]
+    reasons += ["float32: most CPUs compute 16-bit formats slowly", COARSE, *_unmet(preset)]
     return Plan(
         device="cpu",
         dtype="float32",

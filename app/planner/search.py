@@ -28,10 +28,8 @@ from app.schema import (
 from app.speed import Machine, machine
 from app.workload import Task, stage_of, task_of
 
-RUNTIME: Final = Abilities(strategies=frozenset({Strategy.RESIDENT, Strategy.MODEL_OFFLOAD, Strategy.CPU}))
-"""What `runtime.placement` of this version applies: the whole pipeline in one way, on one device, in one dtype."""
 EVERYTHING: Final = Abilities(strategies=frozenset(Strategy), mixed=True, shards=True, fp8_storage=True, dtypes=True)
-"""All that the planner knows, whether this version can apply it or not."""
+"""All that the planner knows and `runtime.placement` applies."""
 RUNG_STEP: Final = 0.85
 """Each rung of the ladder has at most this share of the VRAM of the one above."""
 RUNGS: Final = 4
@@ -72,7 +70,7 @@ class Search:
         card: ModelCard,
         request: Request,
         preset: HardwarePreset,
-        allowed: Abilities = RUNTIME,
+        allowed: Abilities = EVERYTHING,
         learned: Learned | None = None,
     ) -> None:
         """Prepare the options.

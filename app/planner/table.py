@@ -1,15 +1,15 @@
-"""Many plans at once: one model in full beside what this version runs, every model on a machine, and the cliffs."""
+"""Many plans at once: every model on a machine, and the cliffs of one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Final, Literal, TypeVar
 
 from app.errors import PlanError
 from app.planner.nearest import Case, smaller_sizes
-from app.planner.search import EVERYTHING, RUNTIME, Found, Search
-from app.schema import Abilities, Hardware, HardwarePreset, ModelCard, Placement, Request, Strategy, Value
+from app.planner.search import Found, Search
+from app.schema import Hardware, HardwarePreset, Learned, ModelCard, Placement, Request, Strategy, Value
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class FitRow(Value):
     largest: str | None = None
     """What would fit, where the defaults do not."""
     runs: bool = False
-    """This version can apply a plan for it."""
+    """False: it fits, but starts from a picture, which this version cannot take."""
 
 
 class Cliff(Value):
@@ -74,7 +74,10 @@ def short_how(placement: Placement) -> str:
 
 
 def fit_table(
-    hardware: Hardware, requests: Sequence[tuple[ModelCard, Request]], preset: HardwarePreset
+    hardware: Hardware,
+    requests: Sequence[tuple[ModelCard, Request]],
+    preset: HardwarePreset,
+    learned: Callable[[ModelCard], Learned | None] = lambda _card: None,
 ) -> tuple[FitRow, ...]:
     """What fits of all these models. Cards that differ in their weights only are reckoned once."""
     known: dict[tuple[object, ...], FitRow] = {}
@@ -84,17 +87,19 @@ def fit_table(
         measured = id(card.coefficients) if card.coefficients is not None else card.id
         key = (measured, request.model_copy(update={"model": "", "negative_prompt": None}), card.lattice, card.tasks)
         if key not in known:
-            known[key] = _row(hardware, card, request, preset)
+            known[key] = _row(hardware, card, request, preset, learned(card))
         rows.append(known[key].model_copy(update={"model": card.id, "title": card.title}))
     return tuple(rows)
 
 
-def _row(hardware: Hardware, card: ModelCard, request: Request, preset: HardwarePreset) -> FitRow:
+def _row(
+    hardware: Hardware, card: ModelCard, request: Request, preset: HardwarePreset, learned: Learned | None
+) -> FitRow:
     size = {"width": request.width, "height": request.height, "num_frames": request.num_frames}
     row = FitRow(model=card.id, title=card.title, verdict="unchecked", **size)
     if card.coefficients is None:
         return row
-    search = Search(hardware, card, request, preset, EVERYTHING)
+    search = Search(hardware, card, request, preset, learned=learned)
     found = search.best()
     if found is None:
         return row.model_copy(update={"verdict": "no", "largest": _largest(search)})
@@ -110,7 +115,7 @@ def _row(hardware: Hardware, card: ModelCard, request: Request, preset: Hardware
             "vram_bytes": max((size for memory, size in peaks.items() if memory.startswith("cuda")), default=None),
             "ram_bytes": peaks["ram"],
             "how": how_words(found.placements),
-            "runs": "t2v" in card.tasks and Search(hardware, card, request, preset, RUNTIME).best() is not None,
+            "runs": "t2v" in card.tasks,
         }
     )
 
@@ -124,7 +129,7 @@ def _largest(search: Search) -> str | None:
 
 
 def cliffs(
-    hardware: Hardware, card: ModelCard, request: Request, preset: HardwarePreset, allowed: Abilities = EVERYTHING
+    hardware: Hardware, card: ModelCard, request: Request, preset: HardwarePreset, learned: Learned | None = None
 ) -> tuple[Cliff, ...]:
     """Steps in frames at this size, and in size at these frames, that cost much more than they add.
 
@@ -134,7 +139,7 @@ def cliffs(
     if card.coefficients is None:
         raise PlanError(f"{card.title} was not measured by the simulator, so its cliffs are not known.")
 
-    search = Search(hardware, card, request, preset, allowed)
+    search = Search(hardware, card, request, preset, learned=learned)
 
     def at(**changes: int) -> tuple[Found | None, float]:
         other = search.other(**changes)

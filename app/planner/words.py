@@ -5,7 +5,7 @@ from __future__ import annotations
 from app.planner.search import Found, Search
 from app.plans import Estimate
 from app.presets import format_bytes
-from app.schema import Abilities, Factors, HardwarePreset, Placement, Stage, Strategy
+from app.schema import Factors, Placement, Stage, Strategy
 from app.workload import stage_of
 
 STAGE_DOING = {
@@ -91,16 +91,6 @@ def reasons_of(search: Search, found: Found, estimate: Estimate, *, sure: bool) 
     if not sure:
         reasons.append("some sizes of this model are its class's defaults, compared with nothing: they may be off")
     return tuple(reasons)
-
-
-def unmet_words(preset: HardwarePreset, allowed: Abilities) -> tuple[str, ...]:
-    """What the preset wants and the side that applies the plan cannot do."""
-    unmet = []
-    if (preset.max_gpus or 1) > 1 and not allowed.mixed:
-        unmet.append("this version computes on one device at a time: the other cards stay free")
-    if preset.prefer_disk and Strategy.DISK not in allowed.strategies:
-        unmet.append("this version does not read weights from the disk while it computes: only the RAM limit holds")
-    return tuple(unmet)
 
 
 def learned_words(factors: Factors | None) -> tuple[str, ...]:
