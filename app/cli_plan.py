@@ -135,6 +135,48 @@ def matrix(
         to.write_text(f"{plans.summary_words(result)}\n\n{plans.table(rows)}\n", "utf-8")
 
 
+@bench.command()
+@guarded
+def offload(
+    engines: Annotated[
+        list[str] | None, typer.Option("--engine", help="Only these, beside resident; repeatable.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Model id, a diffusers folder, or a Hub id owner/name.")] = "built-in",
+    size: Annotated[str | None, typer.Option(help="Width x height, e.g. 768x512.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Number of frames.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
+    vram: Annotated[str | None, typer.Option(help="Imitate a smaller card, e.g. 8GiB: the rest is taken.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare ways to hold a model's denoiser: time a step, memory, and whether the frames are the same."""
+    from app import engines as ways
+    from app.config import load_settings
+    from app.events import Engine
+    from app.presets import parse_bytes
+    from app.schema import Draft
+
+    unknown = sorted(set(engines or ()) - set(Engine))
+    if unknown:
+        raise InvalidRequest(
+            f"No engine is called {', '.join(unknown)}. There are {', '.join(Engine)}.", field="engine"
+        )
+    width, height = parse_size(size)
+    draft = Draft(
+        model=model, prompt="a red ball bouncing on a blue background", width=width, height=height, num_frames=frames,
+        num_inference_steps=steps, seed=0,
+    )  # fmt: skip
+    try:
+        limit = parse_bytes(vram) if vram is not None else None
+    except ValueError as error:
+        raise InvalidRequest(f"--vram: {error}.", field="vram") from None
+    found = ways.compare(
+        load_settings(), draft, [Engine(one) for one in engines or ()], limit,
+        lambda outcome: None if as_json else out.print(ways.words(outcome), markup=False),
+    )  # fmt: skip
+    if as_json:
+        print_json([one.model_dump(mode="json") for one in found])
+
+
 def _cards(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(one) for one in text.split("+"))

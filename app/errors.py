@@ -16,6 +16,8 @@
     |  |- OutputNotWritten           kind disk
     |  `- TimedOut             124   kind timeout
     |- GenerationCanceled      130
+    |- NotTrainable              4   weights, optimizer or hooks disagree; names each module
+    |  `- OffloadActive              offloading serves inference only: it must be taken off before training
     `- StoreError                4   the data folder or its database cannot be used
 
 Recoverable and fatal differ by type: `BadInput` and `PlanError` come before anything runs, `GenerationFailed` after.
@@ -120,6 +122,14 @@ class GenerationCanceled(PocketreelError):
     """Somebody canceled the run."""
 
     exit_code = 130
+
+
+class NotTrainable(PocketreelError):
+    """A training step would fail, or change other weights than those that are used."""
+
+
+class OffloadActive(NotTrainable):
+    """Something is offloaded, cast layer by layer or spread over devices: its gradients could be wrong silently."""
 
 
 class StoreError(PocketreelError):

@@ -129,8 +129,14 @@ def _memory(
                 sizes.leaf,
             )  # with streams too: where memory peaks no layer is at work
         case Strategy.DISK:
-            brought = 2 * max(sizes.block, sizes.leaf)  # one works, the next is on its way
-            held = [_weights(placement, "ram", RESTING, brought)]
+            brought = sizes.other + 2 * sizes.block  # one works, the next is on its way
+            held = [_weights(placement, "ram", RESTING, 2 * sizes.block + sizes.leaf)]
+        case Strategy.STREAM:
+            stays = sizes.other + placement.resident_blocks * sizes.block
+            waits = max(0, sizes.weights - stays)
+            held = [*_on_card(placement, device, RESTING, stays), while_loading]
+            held += [_weights(placement, memory, RESTING, waits) for memory in ("ram", "pinned")]
+            brought = 2 * sizes.block
         case Strategy.CPU:
             held, device = [in_ram], "ram"
     active = [Bytes(device, (stage,), placement.component, "working", working)]

@@ -5,12 +5,13 @@ Commands go down the worker's stdin, events come up its stdout. A worker whose s
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from app.schema import ErrorKind, JsonObject, ModelCard, Plan, Progress, Report, Request, Value
+from app.schema import Bytes, ErrorKind, JsonObject, ModelCard, Plan, Progress, Report, Request, Seconds, Value
 
 VIDEO_NAME = "video.mp4"
 
@@ -97,6 +98,59 @@ class Canceled(Value):
 
 
 Event = Annotated[Ready | Progressed | Heartbeat | Completed | Failed | Canceled, Field(discriminator="type")]
+
+# ------------------------------------------------------------------------------------- bench offload <-> its process
+
+
+class Engine(StrEnum):
+    """What holds the denoiser in `pocketreel bench offload`."""
+
+    RESIDENT = "resident"
+    MODEL_OFFLOAD = "model_offload"
+    BLOCK = "block"
+    BLOCK_STREAM = "block_stream"
+    LEAF = "leaf"
+    LEAF_STREAM = "leaf_stream"
+    LEAF_STREAM_LOW = "leaf_stream_low"
+    STREAM = "stream"
+    STREAM_HALF = "stream_half"
+    """Half of the blocks stay on the card."""
+    DISK = "disk"
+
+
+WITH_STREAMS = (Engine.BLOCK_STREAM, Engine.LEAF_STREAM, Engine.LEAF_STREAM_LOW)
+"""These need a GPU."""
+
+
+class EngineRun(Value):
+    """What to compare."""
+
+    card: ModelCard
+    request: Request
+    engines: tuple[Engine, ...]
+    device: str
+    dtype: str
+    denoisers: tuple[str, ...]
+    vram_bytes: Bytes | None = None
+    """Left free by a ballast; None: no ballast."""
+
+
+class EngineOutcome(Value):
+    """What one engine took for the second of two clips."""
+
+    engine: Engine
+    error: str | None = None
+    """Why there are no figures."""
+    seconds: Seconds = 0.0
+    step_seconds: Seconds | None = None
+    """Median time between the ends of two steps; None with a single one."""
+    vram_allocated_bytes: int = 0
+    vram_reserved_bytes: int = 0
+    ram_bytes: Bytes = 0
+    read_bytes: Bytes | None = None
+    difference: int | None = None
+    """Largest of a pixel from the resident clip, of 255; None where there is none."""
+
 
 COMMANDS: TypeAdapter[Command] = TypeAdapter(Command)
 EVENTS: TypeAdapter[Event] = TypeAdapter(Event)

@@ -23,7 +23,7 @@ from app.errors import GenerationFailed, PlanError
 from app.estimate import GPU_CONTEXT_BYTES
 from app.planner.imagine import imagine
 from app.planner.table import how_words
-from app.plans import SIMULATED, Plan, PlannedOutcome, PlannedRun
+from app.plans import Plan, PlannedOutcome, PlannedRun
 from app.presets import format_bytes
 from app.resolve import resolve
 from app.schema import GIB, Draft, Hardware, HardwarePreset, ModelCard, Request
@@ -89,7 +89,7 @@ def cases(
             machine = _machine(here, gpus, ram)
             request = _request(card, preset, size)
             try:
-                plan = planner.plan(machine, card, request, preset, None, allowed=SIMULATED)
+                plan = planner.plan(machine, card, request, preset, None)
             except PlanError:
                 continue
             run = PlannedRun(

@@ -28,7 +28,8 @@ class Strategy(StrEnum):
     model_offload   w while used / w     one copy in and out per stage
     block           o + n b / w          copied in and out at each forward; with a stream one b more, copies hidden
     leaf            l / w                the same, layer by layer: least VRAM, most overhead
-    disk            2 b / 2 b            read from the checkpoint's own files at each forward, nothing is written
+    stream          o + r b + 2 b / w    Pocketreel's own engine: r blocks stay; opt-in until it was seen on a card
+    disk            o + 2 b / 2 b        read from the checkpoint's own files at each forward, nothing is written
     cpu             0 / w                computes on the CPU
 
     With `use_stream` the weights lie page-locked in RAM, each tensor rounded up to a power of two, unless
@@ -39,27 +40,9 @@ class Strategy(StrEnum):
     MODEL_OFFLOAD = "model_offload"
     BLOCK = "block"
     LEAF = "leaf"
+    STREAM = "stream"
     DISK = "disk"
     CPU = "cpu"
-
-
-class Abilities(Value):
-    """What the side that applies a plan can do. The planner never plans beyond it."""
-
-    strategies: frozenset[Strategy]
-    mixed: bool = False
-    """Components may differ in strategy and device."""
-    shards: bool = False
-    """A component's blocks may be spread over several devices."""
-    fp8_storage: bool = False
-    dtypes: bool = False
-    """Components may differ in dtype, e.g. a VAE in float32 beside a transformer in float16."""
-
-
-SIMULATED = Abilities(
-    strategies=frozenset(set(Strategy) - {Strategy.DISK}), mixed=True, shards=True, fp8_storage=True, dtypes=True
-)
-"""What the simulator can hold: no reading from the disk."""
 
 
 class Shard(Value):
@@ -82,6 +65,8 @@ class Placement(Value):
     weight_bytes: Bytes
     num_blocks_per_group: int | None = None
     """Of `block` only."""
+    resident_blocks: int = Field(0, ge=0)
+    """Of `stream` only: so many of the first blocks stay on the card."""
     use_stream: bool = False
     record_stream: bool = False
     """Never planned: its peak has no bound when the GPU lags behind the copies."""

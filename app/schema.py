@@ -14,12 +14,11 @@ from typing import Any, Literal
 from pydantic import Field
 
 from app.coefficients import Coefficients
-from app.plans import Abilities, Arrangement, Estimate, Factors, Learned, Placement, Plan, Shard, Stage, Strategy
+from app.plans import Arrangement, Estimate, Factors, Learned, Placement, Plan, Shard, Stage, Strategy
 from app.value import GIB, Bytes, Seconds, Value
 
 __all__ = [
     "GIB",
-    "Abilities",
     "Arrangement",
     "Backend",
     "Bytes",
@@ -222,6 +221,9 @@ class HardwarePreset(Value):
     """GPUs to use at most; None: as many as help."""
     fp8_storage: bool = False
     """Weights may be stored in 8 bits where that helps: half the memory, but not quite the same video."""
+    streaming_engine: bool = False
+    """The denoiser's blocks travel by Pocketreel's own engine, which keeps some of them on the card. Not the default
+    until it was seen to run and win on a real card."""
     prefer_disk: bool = False
     """Weights that do not fit RAM beside the rest are read from the disk again and again: slow, but little RAM."""
     timeout_seconds: Seconds | None = None

@@ -55,7 +55,7 @@ def times(
     yield Seconds(stage, name, "compute", forwards * compute)
     if placement.strategy is not Strategy.DISK:
         yield Seconds(Stage.LOAD, name, "read", stored_bytes(facts) / machine.disk)
-    if placement.use_stream and not placement.low_cpu_mem_usage:
+    if (placement.use_stream and not placement.low_cpu_mem_usage) or placement.strategy is Strategy.STREAM:
         yield Seconds(Stage.LOAD, name, "overhead", sizes.weights / machine.copy)
     transfer, overhead = _transfer(machine, placement, facts, sizes, compute)
     if placement.strategy is Strategy.RESIDENT and placement.device in machine.devices:
@@ -83,6 +83,9 @@ def _transfer(
     if placement.strategy is Strategy.DISK:
         reading = sizes.weights / min(machine.disk, device.pageable)
         return max(DISK_EXPOSED * reading, reading - compute), overhead
+    if placement.strategy is Strategy.STREAM:  # the first block of the next forward is on its way while the last works
+        waits = max(0, sizes.weights - sizes.other - placement.resident_blocks * sizes.block)
+        return max(0.0, waits / device.pinned - compute), overhead
     if not placement.use_stream:  # in before, out after: diffusers copies the weights back although they did not change
         return 2 * sizes.weights / device.pageable, overhead
     copying = sizes.weights / machine.copy if placement.low_cpu_mem_usage else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final, NamedTuple
 
 from app.coefficients import Coefficients, ComponentFacts
@@ -94,6 +95,7 @@ def task_of(coefficients: Coefficients, request: Request, factors: Factors | Non
     )
 
 
+@cache  # asked for thousands of times in one table of plans
 def stage_of(component: str) -> Stage:
     """When a component of a diffusers pipeline works."""
     if component.startswith(("text_encoder", "image_encoder", "connectors")):

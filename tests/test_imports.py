@@ -22,7 +22,7 @@ LAYERS = [
     {"resolve", "planner", "worker", "doctor", "outputs", "calibration"},
     {"records"},
     {"jobs", "planning"},
-    {"terminal", "tables", "bench", "web", "shell", "matrix"},
+    {"terminal", "tables", "bench", "engines", "web", "shell", "matrix"},
     {"cli_plan"},
     {"cli"},
 ]

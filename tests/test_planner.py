@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 
 from app.errors import PlanError
 from app.estimate import GPU_CONTEXT_BYTES, WORKER_START_SECONDS
-from app.planner import EVERYTHING, PINNED_SHARE, RAM_FLOOR_BYTES, plan
+from app.planner import PINNED_SHARE, RAM_FLOOR_BYTES, plan
 from app.planner.options import card_dtype
 from app.planner.search import Search
-from app.plans import SIMULATED
 from app.schema import (
     GIB,
-    Abilities,
     Disk,
     GpuProcess,
     Hardware,
@@ -49,10 +47,8 @@ def machine(*vram: float, ram: float = 32, **changes: Any) -> Hardware:
     )
 
 
-def made(
-    card: ModelCard, hardware: Hardware, preset: HardwarePreset = AUTO, allowed: Abilities = EVERYTHING, **asked: Any
-) -> Plan:
-    return plan(hardware, card, request_for(card, **asked), preset, {}, allowed=allowed)
+def made(card: ModelCard, hardware: Hardware, preset: HardwarePreset = AUTO, **asked: Any) -> Plan:
+    return plan(hardware, card, request_for(card, **asked), preset, {})
 
 
 def request_for(card: ModelCard, **asked: Any) -> Any:
@@ -174,13 +170,15 @@ def test_a_card_without_room_is_left_alone() -> None:
 # ------------------------------------------------------------------------------------------------ what it never exceeds
 
 
-@pytest.mark.parametrize("allowed", [SIMULATED, EVERYTHING], ids=["no disk", "everything"])
+@pytest.mark.parametrize("engine", [False, True], ids=["", "engine"])
 @pytest.mark.parametrize("ram", [16, 32, 64])
 @pytest.mark.parametrize("vram", [(4,), (8,), (12,), (24,), (6, 12), (24, 24)], ids=str)
 @pytest.mark.parametrize("name", CARDS)
-def test_a_plan_stays_within_every_budget(name: str, vram: tuple[int, ...], ram: int, allowed: Abilities) -> None:
+def test_a_plan_stays_within_every_budget(name: str, vram: tuple[int, ...], ram: int, engine: bool) -> None:
     try:
-        found = made(CARDS[name], machine(*vram, ram=ram), values.preset(vram_keep_free_bytes=GIB // 2), allowed)
+        found = made(
+            CARDS[name], machine(*vram, ram=ram), values.preset(vram_keep_free_bytes=GIB // 2, streaming_engine=engine)
+        )
     except PlanError:
         return
     estimate = found.estimate
@@ -196,7 +194,7 @@ def test_a_plan_stays_within_every_budget(name: str, vram: tuple[int, ...], ram:
 
 def test_what_the_search_adds_up_is_what_the_estimate_adds_up() -> None:
     for vram in ((8,), (24,), (12, 24)):
-        search = Search(machine(*vram, ram=64), models.WAN, request_for(models.WAN), AUTO, EVERYTHING)
+        search = Search(machine(*vram, ram=64), models.WAN, request_for(models.WAN), AUTO)
         found = search.best()
         assert found is not None
         estimate = search.estimate(found)
@@ -240,7 +238,7 @@ def test_each_rung_needs_less_vram_and_time_only_grows() -> None:
 def test_an_error_names_memory_stage_shortage_and_a_change_that_fits() -> None:
     hardware = machine(4, ram=64)
     with pytest.raises(PlanError) as caught:
-        plan(hardware, models.WAN, request_for(models.WAN), AUTO, {}, allowed=EVERYTHING, presets=(AUTO, CPU))
+        plan(hardware, models.WAN, request_for(models.WAN), AUTO, {}, presets=(AUTO, CPU))
     message = str(caught.value)
     assert "of VRAM on NVIDIA GeForce RTX 3060 while making the video; 4 GiB can be used" in message
     assert "GiB short" in message
@@ -268,7 +266,7 @@ def test_a_preset_that_fits_is_proposed() -> None:
     tight = values.preset(id="tight", title="Tight", vram_limit_bytes=3 * GIB)
     with pytest.raises(PlanError, match="the preset Automatic"):
         plan(
-            machine(24, ram=64), models.WAN, request_for(models.WAN), tight, {}, allowed=EVERYTHING,
+            machine(24, ram=64), models.WAN, request_for(models.WAN), tight, {},
             presets=(AUTO, tight, values.preset(id="gpu", title="A GPU", device="gpu")),
         )  # fmt: skip
 
@@ -284,7 +282,7 @@ def test_a_download_that_does_not_fit_the_disk_is_refused_beforehand() -> None:
     with pytest.raises(PlanError, match=r"downloaded first, about 37.*10 GiB free, 27.* GiB short.*HF_HOME"):
         plan(hardware.model_copy(update={"data_disk": tight}), models.WAN, request_for(models.WAN), AUTO, None)
     elsewhere = hardware.model_copy(update={"data_disk": tight, "download_disk": hardware.spill_disk})
-    assert plan(elsewhere, models.WAN, request_for(models.WAN), AUTO, None, allowed=EVERYTHING)
+    assert plan(elsewhere, models.WAN, request_for(models.WAN), AUTO, None)
 
 
 # ----------------------------------------------------------------------------------------------------------- properties
@@ -298,17 +296,17 @@ SIZES = st.floats(0.3, 50)
     vram=st.lists(SIZES, max_size=2),
     ram=st.floats(2, 100),
     more=st.lists(st.floats(0, 20), min_size=3, max_size=3),
-    allowed=st.sampled_from([SIMULATED, EVERYTHING]),
+    engine=st.booleans(),
     fp8=st.booleans(),
 )
 def test_more_memory_never_makes_it_slower_or_fail(
-    name: str, vram: list[float], ram: float, more: list[float], allowed: Abilities, fp8: bool
+    name: str, vram: list[float], ram: float, more: list[float], engine: bool, fp8: bool
 ) -> None:
-    card, preset = CARDS[name], values.preset(fp8_storage=fp8)
+    card, preset = CARDS[name], values.preset(fp8_storage=fp8, streaming_engine=engine)
     request = request_for(card)
-    less = Search(machine(*vram, ram=ram), card, request, preset, allowed).best()
+    less = Search(machine(*vram, ram=ram), card, request, preset).best()
     larger = machine(*(v + extra for v, extra in zip(vram, more, strict=False)), ram=ram + more[2])
-    greater = Search(larger, card, request, preset, allowed).best()
+    greater = Search(larger, card, request, preset).best()
     if less is not None:
         assert greater is not None
         assert greater.choice.seconds <= less.choice.seconds

@@ -24,6 +24,7 @@ from app.demo.clips import Attributes, random_attributes, random_caption, with_d
 from app.demo.stages import StepRandom, run_steps
 from app.demo.tokenizers import PREFIX_TOKENS, prompt_template
 from app.demo.vocabulary import ATTRIBUTES, DEFAULT_NEGATIVE, DISTRACTORS
+from app.runtime.guard import assert_trainable, prepare_for_training
 
 WIDTH = 128
 """Hidden size of both text encoders."""
@@ -220,8 +221,12 @@ def train_text(
     """Train both encoders (or resume, or just load when done); returns them frozen, and their held-out accuracy."""
     torch.manual_seed(_SEED)
     encoders, heads = TextEncoders(tokenizers), AttributeHeads()
-    parameters = [p for name, p in [*encoders.named_parameters(), *heads.named_parameters()] if "visual" not in name]
+    trained = nn.ModuleList([encoders, heads])
+    prepare_for_training(trained, "cpu")
+    encoders.qwen.model.visual.requires_grad_(False)  # no picture is ever shown to it
+    parameters = [p for p in trained.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.01, betas=(0.9, 0.98))
+    assert_trainable(trained, optimizer)
 
     def step(index: int) -> float:
         rate = 2e-3 * min(1.0, (index + 1) / 50) * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * index / steps)))

@@ -2,7 +2,7 @@
 
 Stages: tokenizers; text encoders on captions; the autoencoder's decoder and, at the same time in a second process,
 the transformer; then the folder is written and measured.  Every stage keeps a checkpoint in the work folder and goes
-on from it when the program is started again after a kill.
+on from it when the program is started again after a kill, or after ``--time-limit`` has stopped it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ import torch
 from app.demo.card import write_card
 from app.demo.evaluate import evaluate, table
 from app.demo.folder import SETTINGS, load_folder, save_folder
+from app.demo.limit import end_with_parent, run_limited
 from app.demo.stages import seconds_spent
 from app.demo.text import train_text
 from app.demo.tokenizers import build_tokenizers
 from app.demo.transformer import averaged_transformer, caption_cache, fine, rough, train_transformer
 from app.demo.vae import train_decoder, with_places
+from app.errors import TimedOut
 
 
 class Scale(NamedTuple):
@@ -45,12 +47,15 @@ class Scale(NamedTuple):
 FULL = Scale(text_steps=1800, captions=16000, crops=1800, wholes=220, rough_steps=3200, fine_steps=4000, prompts=200)
 SMOKE = Scale(text_steps=12, captions=192, crops=4, wholes=1, rough_steps=6, fine_steps=4, prompts=2)
 """Everything once, at a size that only shows that it runs."""
+SMOKE_SECONDS = 900.0
+"""The time limit of a smoke run unless another is given; it takes about three minutes on two slow, busy cores."""
 STAGES = ("text", "decoder", "transformer", "fine")
 
 
 def _decoder_process(work: Path, smoke: bool) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "app.demo.train", "--out", os.devnull, "--work", str(work), "--threads", "1"]
-    return subprocess.Popen([*command, "--decoder-only", *(["--smoke"] if smoke else [])])
+    command += ["--decoder-only", "--supervised", *(["--smoke"] if smoke else [])]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
 def _finish(child: subprocess.Popen[bytes] | None) -> None:
@@ -109,10 +114,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--smoke", action="store_true", help="a few steps of everything: shows that it runs, learns nothing"
     )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help=f"stop after this long, exit status 124; 0: no limit (default: {SMOKE_SECONDS:g} with --smoke, else 0)",
+    )
     parser.add_argument("--decoder-only", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.supervised:  # by `run_limited`, or by the training that this is the decoder's part of
+        end_with_parent()
     scale = SMOKE if options.smoke else FULL
     work = options.work or options.out.with_name(options.out.name + ".work")
+    limit = options.time_limit if options.time_limit is not None else SMOKE_SECONDS if options.smoke else 0.0
+    if limit > 0 and not options.supervised:
+        given = sys.argv[1:] if arguments is None else arguments
+        try:
+            return run_limited([sys.executable, "-m", "app.demo.train", *given, "--supervised"], limit)
+        except TimedOut as error:
+            print(f"{error} Started again, it goes on from {work}; --time-limit sets another limit.", file=sys.stderr)
+            return error.exit_code
     # torch says so on machines without a GPU driver whenever it looks for one.
     warnings.filterwarnings("ignore", message=".*CUDA.*", category=UserWarning)
     if options.decoder_only:

@@ -27,6 +27,7 @@ from app.demo.stages import StepRandom, load_checkpoint, progress, run_steps, sa
 from app.demo.text import PADS, WIDTH, TextEncoders
 from app.demo.vae import CHANNELS, GRID, LATENTS, SCALE, WAVES, pack
 from app.demo.vocabulary import ATTRIBUTES, DEFAULT_NEGATIVE
+from app.runtime.guard import assert_trainable, prepare_for_training
 
 ROPE_SCALE = (1.0, 3.16, 3.16)
 """What the pipeline passes for pictures below 480 pixels."""
@@ -319,6 +320,8 @@ def train_transformer(
     model = make_transformer()
     use_fast_attention(model, True)
     probes = Probes(model)
+    trained = nn.ModuleList([model, probes])
+    prepare_for_training(trained, "cpu")
     if start is not None:
         before = load_checkpoint(start)
         model.load_state_dict(before["average"], strict=False)
@@ -327,6 +330,7 @@ def train_transformer(
     hidden = [n for n, p in model.named_parameters() if p.dim() == 2 and "blocks" in n and "modulation" not in n]
     matrices, others = split_parameters(model, hidden)
     optimizer = Muon(matrices, [*others, *probes.parameters()], rate=3e-3, adam_rate=1.5e-3, decay=0.02)
+    assert_trainable(trained, optimizer)
     seed = _SEED + (start is not None)
 
     def step(index: int) -> float:

@@ -27,6 +27,7 @@ from app.demo import clips
 from app.demo.clips import KEYFRAMES, POOL, SIZE, STRIDE, random_attributes
 from app.demo.muon import Muon, split_parameters
 from app.demo.stages import StepRandom, run_steps
+from app.runtime.guard import assert_trainable, prepare_for_training
 
 CHANNELS = 12
 """Latent channels that hold the picture."""
@@ -292,7 +293,10 @@ def train_decoder(checkpoint: Path, crops: int, wholes: int) -> Any:
     """Train the decoder on `crops` steps of crops, then `wholes` steps of whole frames; returns the autoencoder."""
     torch.manual_seed(_SEED)
     vae = make_vae()
+    trained = nn.ModuleList([vae.decoder, vae.post_quant_conv])  # the encoder stays as it was built
+    prepare_for_training(trained, "cpu")
     optimizer = Muon(*split_parameters(vae), rate=5e-4, adam_rate=3e-4)
+    assert_trainable(trained, optimizer)
     total = crops + wholes
 
     def step(index: int) -> float:

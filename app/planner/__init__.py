@@ -1,12 +1,12 @@
 """Pure: (Hardware, ModelCard, Request, HardwarePreset) -> Plan with reasons and a ladder, or PlanError.
 
-The plan is the fastest of all that fit, found exactly, among what `allowed` lets it choose. What fits is decided by
+The plan is the fastest of all that fit, found exactly. What fits is decided by
 `estimate` and a stated margin (`estimate.WORKING_RESERVE`), what is fastest by `timing`, whose constants are assumed.
 
 `budget` what may be used, `imagine` another machine, `options` how parts can be held, `solve` the search, `search` both
 together, `words` the reasons, `nearest` what would fit instead, `table` many models at once and the cliffs, `coarse`
-the rule for models that were not fitted. Not covered: keeping some blocks resident, quantization but for 8-bit storage,
-attention backends.
+the rule for models that were not fitted. Not covered: keeping some blocks resident without our own streaming engine,
+quantization but for 8-bit storage, attention backends.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from app.estimate import devices_of
 from app.planner.budget import PINNED_SHARE, RAM_FLOOR_BYTES
 from app.planner.coarse import COARSE, coarse_plan
 from app.planner.nearest import plan_error
-from app.planner.search import EVERYTHING, Found, Search
+from app.planner.search import Found, Search
 from app.planner.words import held_words, learned_words, reasons_of, titles_of
 from app.presets import format_bytes
 from app.schema import (
-    Abilities,
     Arrangement,
     Estimate,
     Hardware,
@@ -36,7 +35,7 @@ from app.schema import (
 )
 from app.workload import stage_of, stored_bytes
 
-__all__ = ["COARSE", "EVERYTHING", "PINNED_SHARE", "RAM_FLOOR_BYTES", "plan"]
+__all__ = ["COARSE", "PINNED_SHARE", "RAM_FLOOR_BYTES", "plan"]
 
 
 def plan(
@@ -46,7 +45,6 @@ def plan(
     preset: HardwarePreset,
     counts: dict[str, dict[str, int]] | None,
     *,
-    allowed: Abilities = EVERYTHING,
     learned: Learned | None = None,
     presets: Iterable[HardwarePreset] = (),
 ) -> Plan:
@@ -54,7 +52,6 @@ def plan(
 
     Args:
         counts: numbers by component and stored dtype, None when the model is not on this machine.
-        allowed: what the side that applies the plan can do.
         learned: what earlier runs of this model on this machine taught; None: nothing.
         presets: tried as changes to propose when nothing fits.
 
@@ -63,7 +60,7 @@ def plan(
     """
     if card.coefficients is None:
         return coarse_plan(hardware, card, request, preset, counts)
-    search = Search(hardware, card, request, preset, allowed, learned)
+    search = Search(hardware, card, request, preset, learned)
     if counts is None and card.repo_id is not None:
         _check_disk(hardware, card)
     found = search.best()

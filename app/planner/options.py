@@ -7,17 +7,20 @@ memory can only add plans that fit, and never yields a slower one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations, product
+from itertools import combinations
+from operator import add
 from typing import Final, NamedTuple
 
 from app.estimate import Cost, cost_of
-from app.schema import Abilities, Backend, Gpu, HardwarePreset, Placement, Shard, Stage, Strategy
+from app.schema import Backend, Gpu, HardwarePreset, Placement, Shard, Stage, Strategy
 from app.speed import Machine
 from app.workload import Sizes, Task, sizes_of, stage_of
 
 FP8: Final = "float8_e4m3fn"
 GROUP_SIZES: Final = (1, 4)
 """Blocks per group without a stream; with one, diffusers allows groups of one only."""
+STAYING_SHARES: Final = (0.0, 0.25, 0.5, 0.7, 0.8, 0.9)
+"""Of a denoiser's blocks, with our own streaming engine."""
 SHARD_STEPS: Final = {2: 16, 3: 8, 4: 8}
 """By number of cards, into how many parts the blocks are cut to try all divisions."""
 _VRAM_STAGES: Final = (Stage.ENCODE, Stage.DENOISE, Stage.DECODE)
@@ -33,6 +36,8 @@ class How(NamedTuple):
     stream: bool = False
     low_cpu: bool = False
     fp8: bool = False
+    stay: float = 0.0
+    """Share of the blocks that stays on the card."""
     shares: tuple[tuple[str, int], ...] = ()
     """Of a sharded one: devices with their parts of `SHARD_STEPS`."""
 
@@ -59,23 +64,21 @@ def slots(devices: Sequence[str]) -> tuple[tuple[str, Stage], ...]:
     return (*cards, *(("ram", stage) for stage in Stage), ("pinned", Stage.DENOISE))
 
 
-def space_of(task: Task, machine: Machine, gpus: tuple[Gpu, ...], preset: HardwarePreset, allowed: Abilities) -> Space:
+def space_of(task: Task, machine: Machine, gpus: tuple[Gpu, ...], preset: HardwarePreset) -> Space:
     """Everything that may be planned on these cards; without cards, on the CPU."""
-    chooser = _Chooser(task, machine, gpus, preset, allowed)
+    chooser = _Chooser(task, machine, gpus, preset)
     return Space(chooser.slots, chooser.groups())
 
 
 class _Chooser:
-    def __init__(
-        self, task: Task, machine: Machine, gpus: tuple[Gpu, ...], preset: HardwarePreset, allowed: Abilities
-    ) -> None:
-        self.task, self.machine, self.gpus, self.allowed = task, machine, gpus, allowed
+    def __init__(self, task: Task, machine: Machine, gpus: tuple[Gpu, ...], preset: HardwarePreset) -> None:
+        self.task, self.machine, self.gpus = task, machine, gpus
         self.dtypes = {f"cuda:{gpu.index}": card_dtype(gpu) for gpu in gpus}
         self.slots = slots(tuple(self.dtypes))
-        self.fp8 = preset.fp8_storage and allowed.fp8_storage
-        self.waiting = allowed.strategies
-        if preset.prefer_disk and Strategy.DISK in allowed.strategies:
-            self.waiting = allowed.strategies - {Strategy.MODEL_OFFLOAD, Strategy.BLOCK, Strategy.LEAF}
+        self.fp8 = preset.fp8_storage
+        self.waiting = set(Strategy) - (set() if preset.streaming_engine else {Strategy.STREAM})
+        if preset.prefer_disk:
+            self.waiting -= {Strategy.MODEL_OFFLOAD, Strategy.BLOCK, Strategy.LEAF, Strategy.STREAM}
         self._formats: dict[tuple[str, str, tuple[tuple[str, int], ...]], str] = {}
         self._known: dict[tuple[str, str, bool], Sizes] = {}
         self.fp8_cards = {f"cuda:{gpu.index}" for gpu in gpus if gpu.supports["fp8_storage"]}
@@ -88,16 +91,7 @@ class _Chooser:
         if not self.gpus:
             every = tuple(self.task.coefficients.components)
             whole = [self._option(every, How(Strategy.CPU, "cpu"), tiling) for tiling in tilings]
-            return (_sorted(whole if Strategy.CPU in self.allowed.strategies else []),)
-        if not self.allowed.mixed:
-            every = tuple(self.task.coefficients.components)
-            hows = [
-                How(strategy, device)
-                for strategy in (Strategy.RESIDENT, Strategy.MODEL_OFFLOAD)
-                if strategy in self.waiting
-                for device in self.dtypes
-            ]
-            return (_sorted([self._option(every, how, tiling) for how, tiling in product(hows, tilings)]),)
+            return (_sorted(whole),)
         order = [stage for stage in (Stage.DENOISE, Stage.DECODE, Stage.ENCODE) if stage in by_stage]
         ways = {Stage.DENOISE: self._denoise, Stage.DECODE: self._decode, Stage.ENCODE: self._encode}
         return tuple(
@@ -119,17 +113,20 @@ class _Chooser:
             plain += [How(Strategy.BLOCK, device, 1, stream=True, low_cpu=low) for low in (False, True)]
             plain += [How(Strategy.LEAF, device), How(Strategy.DISK, device)]
             plain += [How(Strategy.LEAF, device, stream=True, low_cpu=low) for low in (False, True)]
+            plain += [How(Strategy.STREAM, device, stay=share) for share in STAYING_SHARES]
         plain += self._shards()
         yield from (how for how in plain if how.strategy in self.waiting)
         if self.fp8:
             for how in plain:
                 cards = {how.device, *(device for device, _ in how.shares)}
-                if how.strategy in self.waiting and how.strategy is not Strategy.DISK and cards <= self.fp8_cards:
+                if (
+                    how.strategy in self.waiting
+                    and how.strategy not in (Strategy.DISK, Strategy.STREAM)
+                    and cards <= self.fp8_cards
+                ):
                     yield how._replace(fp8=True)
 
     def _shards(self) -> list[How]:
-        if not self.allowed.shards:
-            return []
         fastest = sorted(self.dtypes, key=lambda name: (-self.machine.devices[name].flops_16bit, name))
         found = []
         for count, steps in SHARD_STEPS.items():
@@ -142,10 +139,8 @@ class _Chooser:
     def _decode(self) -> Iterator[How]:
         for device in self.dtypes:
             yield How(Strategy.RESIDENT, device)
-            if Strategy.MODEL_OFFLOAD in self.allowed.strategies:  # small enough to wait in RAM whatever is preferred
-                yield How(Strategy.MODEL_OFFLOAD, device)
-        if Strategy.CPU in self.allowed.strategies:
-            yield How(Strategy.CPU, "cpu")
+            yield How(Strategy.MODEL_OFFLOAD, device)  # small enough to wait in RAM whatever is preferred
+        yield How(Strategy.CPU, "cpu")
 
     def _encode(self) -> Iterator[How]:
         hows = []
@@ -153,7 +148,7 @@ class _Chooser:
             hows += [How(strategy, device) for strategy in (Strategy.RESIDENT, Strategy.MODEL_OFFLOAD, Strategy.DISK)]
             hows += [How(Strategy.LEAF, device), How(Strategy.LEAF, device, stream=True, low_cpu=True)]
         hows.append(How(Strategy.CPU, "cpu"))
-        yield from (how for how in hows if how.strategy in (self.waiting | {Strategy.CPU} & self.allowed.strategies))
+        yield from (how for how in hows if how.strategy in self.waiting)
 
     def _option(self, components: tuple[str, ...], how: How, tiling: bool) -> Option:
         placements = tuple(self._placement(name, how) for name in components)
@@ -176,6 +171,7 @@ class _Chooser:
             use_stream=how.stream,
             low_cpu_mem_usage=how.low_cpu,
             storage_dtype=FP8 if how.fp8 else None,
+            resident_blocks=int(facts.block_count * how.stay),
             shards=_shards_of(facts.block_count, how.shares),
         )
 
@@ -194,11 +190,11 @@ class _Chooser:
     def _format(self, name: str, device: str, shares: tuple[tuple[str, int], ...]) -> str:
         if device == "cpu":
             wanted = set(self.dtypes.values())
-            return "bfloat16" if wanted == {"bfloat16"} and self.allowed.dtypes else "float32"
+            return "bfloat16" if wanted == {"bfloat16"} else "float32"
         devices = [one for one, _ in shares] or [device]
         dtype = max((self.dtypes[one] for one in devices), key=("bfloat16", "float16", "float32").index)
         usual = self.task.coefficients.components[name].dtype
-        if self.allowed.dtypes and (usual == "float32" or (dtype == "float16" and name == "vae")):
+        if usual == "float32" or (dtype == "float16" and name == "vae"):
             return "float32"  # a VAE in float16 turns black on many cards; what was made for float32 keeps it
         return dtype
 
@@ -213,23 +209,21 @@ def card_dtype(gpu: Gpu) -> str:
 
 def as_bytes(costs: Sequence[Cost], places: tuple[tuple[str, Stage], ...]) -> tuple[int, ...]:
     """Bytes by slot: what is held adds up, of what is active the largest counts. The same sums as `estimate.add_up`."""
-    held = dict.fromkeys(places, 0)
-    active: dict[tuple[str, Stage], int] = {}
+    numbers = {place: number for number, place in enumerate(places)}
+    held, active = [0] * len(places), [0] * len(places)
     for cost in costs:
-        own: dict[tuple[str, Stage], int] = {}
         for part in cost.held:
             for stage in part.stages:
-                if (place := (part.memory, stage)) in held:
-                    held[place] += part.size
+                if (number := numbers.get((part.memory, stage))) is not None:
+                    held[number] += part.size
+        own: dict[int, int] = {}
         for part in cost.active:
             for stage in part.stages:
-                own[part.memory, stage] = own.get((part.memory, stage), 0) + part.size
-        for place, size in own.items():
-            active[place] = max(active.get(place, 0), size)
-    for place, size in active.items():
-        if place in held:
-            held[place] += size
-    return tuple(held.values())
+                if (number := numbers.get((part.memory, stage))) is not None:
+                    own[number] = own.get(number, 0) + part.size
+        for number, size in own.items():
+            active[number] = max(active[number], size)
+    return tuple(map(add, held, active))
 
 
 def _shards_of(block_count: int, shares: tuple[tuple[str, int], ...]) -> tuple[Shard, ...]:

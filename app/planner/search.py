@@ -12,7 +12,6 @@ from app.planner.budget import Budget, budget_of, gpu_sets, usable_gpus, worth_u
 from app.planner.options import Space, as_bytes, space_of
 from app.planner.solve import Choice, fastest, least_over
 from app.schema import (
-    Abilities,
     Estimate,
     Factors,
     Gpu,
@@ -23,13 +22,10 @@ from app.schema import (
     Placement,
     Request,
     Stage,
-    Strategy,
 )
 from app.speed import Machine, machine
 from app.workload import Task, stage_of, task_of
 
-EVERYTHING: Final = Abilities(strategies=frozenset(Strategy), mixed=True, shards=True, fp8_storage=True, dtypes=True)
-"""All that the planner knows and `runtime.placement` applies."""
 RUNG_STEP: Final = 0.85
 """Each rung of the ladder has at most this share of the VRAM of the one above."""
 RUNGS: Final = 4
@@ -70,7 +66,6 @@ class Search:
         card: ModelCard,
         request: Request,
         preset: HardwarePreset,
-        allowed: Abilities = EVERYTHING,
         learned: Learned | None = None,
     ) -> None:
         """Prepare the options.
@@ -81,7 +76,7 @@ class Search:
         if card.coefficients is None:
             raise PlanError(f"{card.title} was not measured by the simulator, so it cannot be planned exactly.")
         self.coefficients: Coefficients = card.coefficients
-        self.hardware, self.card, self.preset, self.request, self.allowed = hardware, card, preset, request, allowed
+        self.hardware, self.card, self.preset, self.request = hardware, card, preset, request
         self.budget: Budget = budget_of(hardware, preset)
         self.usable = usable_gpus(hardware, preset)
         self.learned = learned
@@ -91,9 +86,9 @@ class Search:
         }
         self.machine: Machine = machine(hardware, self.usable)
         self._spaces: list[tuple[tuple[Gpu, ...], Space, tuple[int, ...], tuple[int, ...]]] = []
-        for gpus in self._sets(allowed):
+        for gpus in self._sets():
             task = self._task(gpus)
-            space = space_of(task, self.machine, gpus, preset, allowed)
+            space = space_of(task, self.machine, gpus, preset)
             names = tuple(f"cuda:{gpu.index}" for gpu in gpus)
             base = as_bytes([base_cost(task, names)], space.slots)
             limits = tuple(self.budget.bytes[memory] for memory, _ in space.slots)
@@ -102,7 +97,7 @@ class Search:
     def other(self, preset: HardwarePreset | None = None, /, **changes: int) -> Search:
         """The same with another preset or other numbers in the request. Raises as the constructor does."""
         request = self.request.model_copy(update=changes)
-        return Search(self.hardware, self.card, request, preset or self.preset, self.allowed, self.learned)
+        return Search(self.hardware, self.card, request, preset or self.preset, self.learned)
 
     def _task(self, gpus: tuple[Gpu, ...]) -> Task:
         return self._tasks["gpu" if gpus else "cpu"]
@@ -111,11 +106,9 @@ class Search:
         """What the prediction of a choice was multiplied by."""
         return self.learned.of("gpu" if found.gpus else "cpu") if self.learned is not None else None
 
-    def _sets(self, allowed: Abilities) -> list[tuple[Gpu, ...]]:
+    def _sets(self) -> list[tuple[Gpu, ...]]:
         cards = worth_using(self.usable, self.budget)
-        # where all goes to one card, one set each: else a context would be counted on cards that are not used
-        sets = gpu_sets(cards, self.preset) if allowed.mixed else tuple((gpu,) for gpu in cards)
-        return [*sets, *([()] if self.preset.device != "gpu" else [])]
+        return [*gpu_sets(cards, self.preset), *([()] if self.preset.device != "gpu" else [])]
 
     def best(self) -> Found | None:
         """The fastest that fits. Beside a GPU the CPU counts only where it ends within the time limit."""

@@ -68,6 +68,7 @@ def short_how(placement: Placement) -> str:
         words = str(placement.strategy)
     if placement.strategy is Strategy.BLOCK and placement.num_blocks_per_group not in (None, 1):
         words += f" x{placement.num_blocks_per_group}"
+    words += f" {placement.resident_blocks} stay" if placement.resident_blocks else ""
     words += "+stream" if placement.use_stream else ""
     words += "+low_cpu" if placement.low_cpu_mem_usage else ""
     return words + ("+fp8" if placement.storage_dtype else "")
@@ -99,7 +100,7 @@ def _row(
     row = FitRow(model=card.id, title=card.title, verdict="unchecked", **size)
     if card.coefficients is None:
         return row
-    search = Search(hardware, card, request, preset, learned=learned)
+    search = Search(hardware, card, request, preset, learned)
     found = search.best()
     if found is None:
         return row.model_copy(update={"verdict": "no", "largest": _largest(search)})
@@ -139,7 +140,7 @@ def cliffs(
     if card.coefficients is None:
         raise PlanError(f"{card.title} was not measured by the simulator, so its cliffs are not known.")
 
-    search = Search(hardware, card, request, preset, learned=learned)
+    search = Search(hardware, card, request, preset, learned)
 
     def at(**changes: int) -> tuple[Found | None, float]:
         other = search.other(**changes)

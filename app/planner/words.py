@@ -20,6 +20,7 @@ _HELD = {
     Strategy.MODEL_OFFLOAD: "in RAM, on {device} as a whole while at work",
     Strategy.BLOCK: "in RAM, passing through {device} block by block",
     Strategy.LEAF: "in RAM, passing through {device} layer by layer",
+    Strategy.STREAM: "in RAM, passing through {device} in our own streams",
     Strategy.DISK: "read from the disk at each pass, through {device}",
     Strategy.CPU: "computing on the CPU",
 }
@@ -36,6 +37,8 @@ def held_words(placement: Placement, titles: dict[str, str]) -> str:
         words = f"spread over the cards in blocks: {spread}"
     if placement.strategy is Strategy.BLOCK and (placement.num_blocks_per_group or 1) > 1:
         words += f", {placement.num_blocks_per_group} at a time"
+    if placement.resident_blocks:
+        words += f", {placement.resident_blocks} blocks staying there"
     if placement.use_stream:
         words += ", copies hidden behind the computation"
         words += " (weights pinned as they travel)" if placement.low_cpu_mem_usage else " (weights page-locked in RAM)"

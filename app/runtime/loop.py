@@ -25,7 +25,7 @@ import psutil
 from app import __version__, events
 from app.errors import GenerationFailed, PocketreelError
 from app.runtime.control import Control, Interrupted
-from app.schema import Arrangement, ErrorKind, Progress, Report, Stage, StageReport, Value
+from app.schema import Arrangement, ErrorKind, Progress, Report, Stage, StageReport, Strategy, Value
 
 if TYPE_CHECKING:
     from app.runtime.memory import StageClock
@@ -135,7 +135,7 @@ class Loop:
         """Give back what the last job left, unless this one needs the same; returns what this one needs."""
         from app.runtime import pipeline, placement  # noqa: PLC0415
 
-        formats = {one.component: one.dtype for one in run.plan.placements}
+        formats = {one.component: (one.dtype, one.strategy is Strategy.DISK) for one in run.plan.placements}
         key = f"{run.card.model_dump_json()} {run.plan.dtype} {sorted(formats.items())}"
         now = placement.placed(self._pipe) if self._loaded == key else None
         self._warm = now is not None and _held_alike(now.plan, run.plan)

@@ -7,9 +7,12 @@ overhead` compares them). Stages are seen from outside: the first forward of the
 from __future__ import annotations
 
 import gc
+import importlib
 import inspect
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -20,9 +23,10 @@ from diffusers import DiffusionPipeline
 
 from app.errors import InvalidOutput, ModelNotUsable
 from app.runtime import placement
+from app.runtime.checkpoint_files import load_empty
 from app.runtime.control import Control
 from app.runtime.memory import StageClock, is_ram_error
-from app.schema import ModelCard, Plan, Request, Stage
+from app.schema import ModelCard, Plan, Request, Stage, Strategy
 
 DENOISERS = ("transformer", "transformer_2", "unet")
 
@@ -46,7 +50,11 @@ def load(card: ModelCard, plan: Plan) -> Any:
         )
     cls: Any = found
     source = str(card.folder) if card.folder is not None else card.repo_id
+    from_disk = {one.component: one.dtype for one in plan.placements if one.strategy is Strategy.DISK}
     try:
+        if from_disk and card.folder is None:
+            source = cls.download(card.repo_id, revision=card.revision, use_safetensors=True, trust_remote_code=False)
+        parts = {name: _without_weights(Path(str(source)), name, dtype) for name, dtype in from_disk.items()}
         # dtype must be given: without it text encoders come as fp16 and the rest as fp32
         return cls.from_pretrained(
             source,
@@ -55,6 +63,7 @@ def load(card: ModelCard, plan: Plan) -> Any:
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=card.folder is not None,
+            **parts,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError) or is_ram_error(error):
@@ -65,6 +74,14 @@ def load(card: ModelCard, plan: Plan) -> Any:
             "Check that it is a complete diffusers folder with .safetensors weights"
             + ("." if card.folder is not None else ", that you are online, and that the model is not gated.")
         ) from error
+
+
+def _without_weights(folder: Path, name: str, dtype: str) -> Any:
+    """A component whose blocks will be read from the disk while it works: loading it would need the RAM for all."""
+    library, class_name = json.loads((folder / "model_index.json").read_text("utf-8"))[name]
+    if library not in ("diffusers", "transformers"):
+        raise ModelNotUsable(f"{name} comes from the library {library}: it cannot be read block by block.")
+    return load_empty(getattr(importlib.import_module(library), class_name), folder / name, getattr(torch, dtype))
 
 
 def _dtypes(plan: Plan) -> Any:

@@ -6,21 +6,25 @@
     rest(pipe)          after a run: what only visits a card leaves it
 
 `calls` what happens around a component's work, `visiting` model offload, `groups` diffusers' group offloading,
-`sharding` several cards. The stock pipeline is not changed, but a placed one is of a subclass that knows where latents
-live: diffusers guesses that from any hook that it finds. Not covered: quantized weights.
+`reading` blocks from the disk and our own streams, `sharding` several cards. The stock pipeline is not changed, but a
+placed one is of a subclass that knows where latents live: diffusers guesses that from any hook that it finds. Not
+covered: quantized weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 
 from app.errors import PlanError
+from app.runtime import guard
 from app.runtime.placement import groups, sharding
 from app.runtime.placement.calls import wrap
-from app.runtime.placement.visiting import Turn, Visitor, Visitors
+from app.runtime.placement.reading import Reading, SourceOf, Streaming, from_files
+from app.runtime.placement.visiting import Turn, Visitor, Visitors, Whole
 from app.schema import Arrangement, Placement, Strategy
 
 __all__ = ["assert_runnable", "held", "place", "placed", "remove", "rest", "switch"]
@@ -44,8 +48,11 @@ def placed(pipe: Any) -> Placed | None:
     return getattr(pipe, "_placed", None)
 
 
-def place(pipe: Any, plan: Arrangement) -> None:
+def place(pipe: Any, plan: Arrangement, source: SourceOf | None = None) -> None:
     """Place the components as planned.
+
+    Args:
+        source: where `disk` reads blocks from; None: the files that the pipeline was loaded from.
 
     Raises:
         PlanError: the pipeline is placed already, by us or by others; the plan names a device that this worker does not
@@ -63,7 +70,7 @@ def place(pipe: Any, plan: Arrangement) -> None:
         visitors = Visitors()
         main = torch.device(plan.device)
         for name, placement in placements.items():
-            _hold(modules[name], placement, main, visitors, exits)
+            _hold(modules[name], placement, main, visitors, source or from_files(pipe), lambda: remove(pipe), exits)
         vae: Any = modules.get("vae")
         if plan.vae_tiling and vae is not None and hasattr(vae, "enable_tiling"):
             vae.enable_tiling()
@@ -103,12 +110,18 @@ def switch(pipe: Any, plan: Arrangement) -> None:
 
 
 def rest(pipe: Any) -> None:
-    """After a run, however it ended: what only visits a card leaves it. Safe for any pipeline."""
+    """After a run, however it ended: what only visits a card leaves it. Safe for any pipeline.
+
+    The scheduler begins anew: multistep ones keep the last outputs on the card, and would go on from a run that broke
+    off in the middle.
+    """
     now = placed(pipe)
     if now is None:
         pipe.maybe_free_model_hooks()
     else:
         now.visitors.rest()
+    if hasattr(type(pipe.scheduler), "from_config"):
+        pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
 
 
 def held(pipe: Any) -> dict[str, tuple[str, ...]]:
@@ -143,6 +156,12 @@ def assert_runnable(pipe: Any) -> None:
         grouped = now.placements[name].strategy in (Strategy.BLOCK, Strategy.LEAF)
         if grouped and not groups.hooked(module):
             raise PlanError(f"{name} is planned in groups, but nothing would bring its weights to the card.")
+
+
+def guarded(placement: Placement) -> bool:
+    """Whether a backward pass through it would give wrong gradients, or none."""
+    whole = placement.strategy in (Strategy.RESIDENT, Strategy.CPU)
+    return not whole or bool(placement.shards) or placement.storage_dtype is not None
 
 
 def modules_of(pipe: Any) -> dict[str, torch.nn.Module]:
@@ -192,7 +211,13 @@ def _check(pipe: Any, modules: dict[str, torch.nn.Module], placements: dict[str,
 
 
 def _hold(
-    module: torch.nn.Module, placement: Placement, main: torch.device, visitors: Visitors, exits: ExitStack
+    module: torch.nn.Module,
+    placement: Placement,
+    main: torch.device,
+    visitors: Visitors,
+    source: SourceOf,
+    undo: Callable[[], None],
+    exits: ExitStack,
 ) -> None:
     device = torch.device("cpu" if placement.strategy is Strategy.CPU else placement.device)
     if placement.storage_dtype is not None:  # before offloading, or the large type would travel
@@ -201,18 +226,28 @@ def _hold(
             storage_dtype=getattr(torch, placement.storage_dtype), compute_dtype=getattr(torch, placement.dtype)
         )
     visitor: Visitor | None = None
+    if guarded(placement):
+        guard.forbid_training(module, undo)
+        exits.callback(guard.allow_training, module)
     if placement.shards:
         sharding.shard(module, placement, exits)
     elif placement.strategy is Strategy.RESIDENT:
         exits.callback(module.to, "cpu")
         module.to(device)
     elif placement.strategy is Strategy.MODEL_OFFLOAD:
-        visitor = visitors.add(module, device)
-        exits.callback(visitor.leave)
+        visitor = Whole(module, device)
     elif placement.strategy in (Strategy.BLOCK, Strategy.LEAF):
         groups.offload(module, placement, exits)
-    elif placement.strategy is not Strategy.CPU:
-        raise PlanError(f"This version cannot apply {placement.strategy} to {placement.component}.")
+    elif placement.strategy is Strategy.DISK:
+        visitor = Reading(placement.component, module, device, source)
+        visitor.come()  # what is wrong with the files shows now
+    elif placement.strategy is Strategy.STREAM:
+        visitor = streaming = Streaming(module, device, placement.resident_blocks)
+        exits.callback(streaming.streamed.remove)
+    if visitor is not None:
+        visitors.add(device, visitor)
+        exits.callback(visitor.leave)
+        visitor.leave()
     wrap(module, Turn(visitors, device, main, visitor), exits)  # last, so first at each call
 
 
@@ -250,7 +285,7 @@ def _expected(placement: Placement) -> set[str] | None:
         return {placement.device, *(one.device for one in placement.shards)}
     if placement.strategy is Strategy.RESIDENT:
         return {placement.device}
-    if placement.strategy is Strategy.DISK:
+    if placement.strategy in (Strategy.DISK, Strategy.STREAM):
         return None
     # a list of blocks that streams keeps what is in no block at home too
     return {"cpu"}

@@ -7,6 +7,7 @@ the components before the one that it fails at hooked (facts/diffusers-0.42-trap
 
 from __future__ import annotations
 
+import gc
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -102,3 +103,4 @@ def _take_home(module: torch.nn.Module, device: torch.device) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         if device.type != "cpu" and tensor.is_pinned():
             tensor.data = tensor.data.clone()  # page-locked memory is short, and nobody streams from it any more
+    gc.collect()  # diffusers' hooks refer to each other in circles, and to the page-locked copies

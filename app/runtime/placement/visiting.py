@@ -9,14 +9,22 @@ it. Weights did not change by being used, so nothing is copied back: the copy on
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from app.runtime.placement.calls import moved, version_of
 
 
-class Visitor:
+class Visitor(Protocol):
+    """A component, or part of it, that is on a card only while it works. Both calls may come twice."""
+
+    def come(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+
+class Whole:
     """A component whose weights rest on the CPU and come to `device` for its work."""
 
     def __init__(self, module: torch.nn.Module, device: torch.device) -> None:
@@ -24,13 +32,9 @@ class Visitor:
         self._resting: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         """Of what is on the card: the parameter or buffer, its data on the CPU, its version when it came."""
 
-    @property
-    def here(self) -> bool:
-        return bool(self._resting)
-
     def come(self) -> None:
         """Bring the weights. One that does not fit any more takes back those that came before it."""
-        if self.here:
+        if self._resting:
             return
         try:
             for tensor in _tensors(self._module):
@@ -62,10 +66,8 @@ class Visitors:
     def __init__(self) -> None:
         self._by_device: dict[torch.device, list[Visitor]] = {}
 
-    def add(self, module: torch.nn.Module, device: torch.device) -> Visitor:
-        visitor = Visitor(module, device)
+    def add(self, device: torch.device, visitor: Visitor) -> None:
         self._by_device.setdefault(device, []).append(visitor)
-        return visitor
 
     def make_room(self, device: torch.device, coming: Visitor | None = None) -> None:
         for visitor in self._by_device.get(device, ()):

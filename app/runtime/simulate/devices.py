@@ -363,7 +363,7 @@ class _Charging(TorchDispatchMode):  # type: ignore[no-untyped-call]
             mask = known.value_of(args[1][0])
             if mask is None:
                 self.machine.guess("a mask")
-            count = args[1][0].numel() if mask is None else int(mask.sum())
+            count = args[1][0].numel() if mask is None else sum(map(bool, known.contents(mask)))
             rest = args[0].shape[args[1][0].dim() :]
             return torch.empty(count, *rest, dtype=args[0].dtype, device=args[0].device)
         return None

@@ -254,3 +254,9 @@ def test_one_machine_at_a_time() -> None:
         pass
     with SimulatedMachine():
         pass
+
+
+def test_a_known_mask_picks_what_it_says_from_unknown_numbers() -> None:
+    with SimulatedMachine():
+        mask = torch.tensor([True, False, True])
+        assert torch.randn(3, 4, device="cuda")[mask].shape == (2, 4)

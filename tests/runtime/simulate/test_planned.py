@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import PlanError
 from app.plans import PlannedOutcome, PlannedRun, Shard
 from app.runtime.simulate.planned import run_planned, serve, setup_of
 from app.schema import GIB, Placement, Strategy
@@ -39,9 +38,14 @@ def test_components_are_loaded_in_the_planned_formats() -> None:
     assert (setup.of("transformer").dtype, setup.of("vae").dtype) == ("bfloat16", "float32")
 
 
-def test_what_cannot_be_held_is_refused() -> None:
-    with pytest.raises(PlanError, match="cannot hold transformer"):
-        setup_of(values.plan(placements=(placement("transformer", Strategy.DISK),)))
+@pytest.mark.parametrize("strategy", [Strategy.DISK, Strategy.STREAM])
+def test_blocks_that_come_one_by_one_take_the_room_of_two(strategy: Strategy) -> None:
+    whole = plan_of(Strategy.RESIDENT)
+    transformer, *others = whole.plan.placements
+    plan = whole.plan.model_copy(update={"placements": (placement(transformer.component, strategy), *others)})
+    one, two = run_planned(whole), run_planned(whole.model_copy(update={"plan": plan}))
+    assert two.error is None
+    assert one.vram_bytes["cuda:0"] - two.vram_bytes["cuda:0"] > 6_000_000
 
 
 def test_blocks_are_spread_over_two_cards() -> None:

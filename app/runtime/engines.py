@@ -1,0 +1,157 @@
+"""Ways to hold a pipeline, compared on this machine: the process behind `pocketreel bench offload`.
+
+Reads an `EngineRun` from stdin, prints an `EngineOutcome` a line. Each engine loads the model anew and makes the same
+clip twice; the second is measured. The frames are compared with those of `resident`, which comes first.
+
+On a large card a small one is imitated by a ballast: memory that is taken and never used, so that whatever allocates
+beyond the rest fails as it would there. Not covered: engines of other projects; a CPU has no streams, so only what runs
+without them is compared there.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+import transformers
+
+from app.errors import PocketreelError
+from app.events import Engine, EngineOutcome, EngineRun
+from app.runtime import pipeline, placement
+from app.runtime.control import Control
+from app.runtime.memory import StageClock, is_ram_error
+from app.schema import Arrangement, Placement, Plan, Progress, Stage, Strategy
+
+_DENOISERS: dict[Engine, dict[str, Any]] = {
+    Engine.RESIDENT: {"strategy": Strategy.RESIDENT},
+    Engine.MODEL_OFFLOAD: {"strategy": Strategy.MODEL_OFFLOAD},
+    Engine.BLOCK: {"strategy": Strategy.BLOCK, "num_blocks_per_group": 1},
+    Engine.BLOCK_STREAM: {"strategy": Strategy.BLOCK, "num_blocks_per_group": 1, "use_stream": True},
+    Engine.LEAF: {"strategy": Strategy.LEAF},
+    Engine.LEAF_STREAM: {"strategy": Strategy.LEAF, "use_stream": True},
+    Engine.LEAF_STREAM_LOW: {"strategy": Strategy.LEAF, "use_stream": True, "low_cpu_mem_usage": True},
+    Engine.STREAM: {"strategy": Strategy.STREAM},
+    Engine.STREAM_HALF: {"strategy": Strategy.STREAM},
+    Engine.DISK: {"strategy": Strategy.DISK},
+}
+
+
+def plan_of(pipe: Any, engine: Engine, device: str, dtype: str) -> Arrangement:
+    """The denoisers held by the engine; the rest visits the card, or is resident where the denoiser is."""
+    placements = []
+    for name, module in placement.modules_of(pipe).items():
+        fields = dict(_DENOISERS[engine])
+        if not name.startswith(("transformer", "unet")):
+            fields = {"strategy": Strategy.RESIDENT if engine is Engine.RESIDENT else Strategy.MODEL_OFFLOAD}
+        elif engine is Engine.STREAM_HALF:
+            fields["resident_blocks"] = sum(len(blocks) for _, blocks in placement.sharding.block_lists(module)) // 2
+        placements.append(Placement(component=name, device=device, dtype=dtype, weight_bytes=0, **fields))
+    return Arrangement(
+        device=device,
+        dtype=dtype,
+        strategy=_DENOISERS[engine]["strategy"],
+        placements=tuple(placements),
+        predicted_ram_bytes=0,
+    )
+
+
+def compare(run: EngineRun, engine: Engine, wanted: pipeline.Pixels | None) -> tuple[EngineOutcome, pipeline.Pixels]:
+    """Make the clip with one engine, twice.
+
+    Raises:
+        PlanError: the engine cannot hold this model here.
+        torch.OutOfMemoryError: it does not fit beside the ballast.
+    """
+    disk = {
+        name: Placement(component=name, strategy=Strategy.DISK, device=run.device, dtype=run.dtype, weight_bytes=0)
+        for name in (run.denoisers if engine is Engine.DISK else ())
+    }
+    loaded = Plan(
+        device=run.device, dtype=run.dtype, strategy=Strategy.RESIDENT, placements=tuple(disk.values()),
+        predicted_ram_bytes=0,
+    )  # fmt: skip
+    pipe = pipeline.load(run.card, loaded)
+    placement.place(pipe, plan_of(pipe, engine, run.device, run.dtype))
+    steps: list[float] = []
+
+    def on_progress(progress: Progress) -> None:
+        if progress.stage is Stage.DENOISE:
+            _finish(run.device)
+            steps.append(time.perf_counter())
+
+    for _ in range(2):
+        steps.clear()
+        clock = StageClock(on_progress)
+        began = time.perf_counter()
+        pixels = pipeline.generate(pipe, run.request, Control(), clock)
+        clock.close()
+        seconds = time.perf_counter() - began
+    between = [later - earlier for earlier, later in pairwise(steps)]
+    allocated = [report.peak_vram_allocated_bytes.get(run.device, 0) for report in clock.reports]
+    reserved = [report.peak_vram_reserved_bytes.get(run.device, 0) for report in clock.reports]
+    reads = [report.read_bytes for report in clock.reports if report.read_bytes is not None]
+    difference = None
+    if wanted is not None:
+        difference = int(np.abs(pixels.astype(np.int16) - wanted.astype(np.int16)).max())
+    outcome = EngineOutcome(
+        engine=engine,
+        seconds=seconds,
+        step_seconds=median(between) if between else None,
+        vram_allocated_bytes=max(allocated),
+        vram_reserved_bytes=max(reserved),
+        ram_bytes=max(report.peak_ram_bytes for report in clock.reports),
+        read_bytes=sum(reads) if reads else None,
+        difference=difference,
+    )
+    placement.remove(pipe)
+    return outcome, pixels
+
+
+def _finish(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def main() -> int:
+    """Answer the one document on stdin; 0."""
+    run = EngineRun.model_validate_json(sys.stdin.read())
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    ballast = None
+    if run.vram_bytes is not None:
+        free, _ = torch.cuda.mem_get_info(run.device)
+        ballast = torch.empty(max(0, free - run.vram_bytes), dtype=torch.uint8, device=run.device)
+    wanted: pipeline.Pixels | None = None
+    for engine in run.engines:
+        pixels = None
+        try:
+            outcome, pixels = compare(run, engine, wanted)
+        except torch.OutOfMemoryError:
+            outcome = EngineOutcome(engine=engine, error="does not fit on the card")
+        except (PocketreelError, RuntimeError, MemoryError) as error:
+            words = "RAM ran out" if is_ram_error(error) else f"{type(error).__name__}: {error}"
+            outcome = EngineOutcome(engine=engine, error=words)
+        if ballast is not None and not outcome.error:
+            outcome = outcome.model_copy(
+                update={
+                    "vram_allocated_bytes": outcome.vram_allocated_bytes - ballast.nbytes,
+                    "vram_reserved_bytes": outcome.vram_reserved_bytes - ballast.nbytes,
+                }
+            )
+        wanted = pixels if wanted is None else wanted
+        print(outcome.model_dump_json(), flush=True)  # noqa: T201 - the parent reads it
+        gc.collect()
+        if run.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
