@@ -63,6 +63,8 @@ def read_model_card(path: Path, *, shipped: bool = False) -> ModelCard:
     card = load_value(path, text, ModelCard, drop=("coefficients", "simulated_as"))
     _refuse(path, text, [*_id_problems(path, card.id), *_card_problems(card)])
     named, found = _coefficients(path, text, card.id, shipped=shipped)
+    if named is None and found is not None and card.folder is None:
+        named = found.model
     card = card.model_copy(update={"coefficients": found, "simulated_as": named})
     if card.folder is None:
         return card

@@ -28,7 +28,7 @@ from app.schema import JsonObject, OutputReport
 METADATA_KEY = "comment"
 """The MP4 tag that holds the JSON; `ffprobe -show_format` prints it, `pocketreel history --from` reads it."""
 
-_LUMA_TOLERANCE = 12.0
+_LUMA_TOLERANCE = 5.0
 """Mean brightness (of 255) by which the written file may differ from the frames; lossy coding stays below 2."""
 
 
@@ -102,15 +102,17 @@ def _encode(
 def _check(video: Path, pixels: npt.NDArray[np.uint8], check: Callable[[], None]) -> float:
     """Decode the file again; returns its mean luma (0..255)."""
     count, height, width = pixels.shape[:3]
-    arguments = ["-i", str(video), "-f", "rawvideo", "-pix_fmt", "gray", "pipe:1"]
+    # as it is stored: a conversion to grey is done with weights of ffmpeg's own choice
+    arguments = ["-i", str(video), "-f", "rawvideo", "-pix_fmt", "yuv420p", "pipe:1"]
+    size, luma = width * height * 3 // 2, width * height
     means: list[float] = []
     with _ffmpeg(arguments, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None  # noqa: S101 - as above
-        while frame := process.stdout.read(width * height):
+        while frame := process.stdout.read(size):
             check()
-            if len(frame) < width * height:
+            if len(frame) < size:
                 break
-            means.append(float(np.frombuffer(frame, np.uint8).mean()))
+            means.append((float(np.frombuffer(frame, np.uint8, luma).mean()) - 16) * 255 / 219)
     if len(means) != count:
         raise InvalidOutput(
             f"The written video holds {len(means)} frames of {width}x{height} instead of {count}; it was discarded."
@@ -121,7 +123,7 @@ def _check(video: Path, pixels: npt.NDArray[np.uint8], check: Callable[[], None]
         raise InvalidOutput(
             f"The written video differs from the frames (brightness by {worst:.0f} of 255); it was discarded."
         )
-    return float(np.mean(means))
+    return max(0.0, float(np.mean(means)))
 
 
 @contextmanager

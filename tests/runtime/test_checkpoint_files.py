@@ -322,6 +322,17 @@ def test_zeros_that_were_trained_are_no_damage(tmp_path: Path) -> None:
         CheckpointFiles(tmp_path).close()
 
 
+def test_zeros_from_a_page_on_are_damage_even_within_one_matrix(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"a": torch.ones(50, 50), "z": torch.ones(64, 64)}, path)
+    CheckpointFiles(tmp_path).close()
+    data = path.read_bytes()
+    kept = (len(data) - 5000) // 4096 * 4096
+    path.write_bytes(data[:kept] + bytes(len(data) - kept))
+    with pytest.raises(ModelNotUsable, match="are zeros"):
+        CheckpointFiles(tmp_path)
+
+
 def test_a_block_of_zeros_is_refused(tmp_path: Path) -> None:
     module = wan()
     for parameter in module.blocks[1].parameters():

@@ -64,6 +64,13 @@ def test_the_file_holds_the_frames(tmp_path: Path) -> None:
     assert report.size_bytes == len(data)
 
 
+@pytest.mark.parametrize("colour", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1), (1, 0, 1)], ids=str)
+def test_a_video_of_one_colour_is_a_video(colour: tuple[int, int, int], tmp_path: Path) -> None:
+    """Its brightness in the file is that of the frames, whatever the colour."""
+    report = write(np.full((5, 64, 64, 3), colour, np.float32), tmp_path / "clip.mp4")
+    assert report.mean_luma == pytest.approx(255 * np.dot(colour, (0.2126, 0.7152, 0.0722)), abs=1.5)
+
+
 def test_odd_sides_are_padded_by_repeating(tmp_path: Path) -> None:
     report = write(clip(63, 95), tmp_path / "clip.mp4")
     assert (report.width, report.height, report.padded) == (96, 64, True)

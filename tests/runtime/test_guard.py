@@ -15,6 +15,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from accelerate.utils import set_module_tensor_to_device
 from diffusers import WanTransformer3DModel
 from diffusers.hooks import HookRegistry, ModelHook, apply_group_offloading
 from torch import nn
@@ -89,12 +90,20 @@ def dispatch(module: Any, _folder: Path) -> None:
     accelerate.dispatch_model(module, {"": "cpu"}, force_hooks=True)
 
 
-def checkpoint_files(module: Any, folder: Path) -> None:
+def checkpoint_files(module: Any, folder: Path, save: bool = True) -> None:
     """Weights on meta, read from the checkpoint's own files at each forward."""
-    module.save_pretrained(folder)
+    if save:
+        module.save_pretrained(folder)
     file = next(folder.glob("*.safetensors"))
     index = {name: {"safetensors_file": str(file), "weight_name": name} for name in module.state_dict()}
     accelerate.dispatch_model(module, {"": "disk"}, offload_index=index)
+
+
+def never_loaded(module: Any, folder: Path) -> None:
+    module.save_pretrained(folder)
+    for name, _ in list(module.named_parameters()):
+        set_module_tensor_to_device(module, name, "meta")
+    checkpoint_files(module, folder, save=False)
 
 
 def both(first: Place, second: Place) -> Place:
@@ -119,6 +128,7 @@ PLACED: dict[str, Place] = {
     "dispatch": dispatch,
     "dispatch, then fp8": both(dispatch, cast),
     "checkpoint files": checkpoint_files,
+    "checkpoint files, never loaded": never_loaded,
 }
 
 
@@ -189,6 +199,17 @@ def test_after_training_it_can_be_offloaded_again(
         assert offloading_of(model) != ()
         for _ in range(2):
             assert torch.equal(loss_of(model, batch), resident)
+
+
+@pytest.mark.parametrize("place", ["checkpoint files", "checkpoint files, never loaded"])
+def test_weights_read_from_files_do_not_change_with_them(shipped: Any, model: Any, place: str, tmp_path: Path) -> None:
+    PLACED[place](model, tmp_path)
+    prepared(model)
+    file = next(tmp_path.glob("*.safetensors"))
+    with file.open("r+b") as opened:
+        opened.write(bytes(file.stat().st_size))
+    pairs = zip(model.parameters(), shipped.parameters(), strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
 # ---------------------------------------------------------------------------------------- the trap, and what refuses it

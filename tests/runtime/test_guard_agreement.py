@@ -266,6 +266,7 @@ def test_a_whole_pipeline_is_prepared_and_placed_again(name: str) -> None:
     assert_trainable(pipe, torch.optim.SGD(pipe.transformer.parameters()))
     pipe.transformer.eval()
     assert np.array_equal(families.frames(pipe, "kandinsky"), resident)
+    assert offloading_of(pipe) == ()  # after a run, pipelines put model offload on again if they remember it
     place(pipe)
     assert np.array_equal(families.frames(pipe, "kandinsky"), resident)
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from app.coefficients import Coefficients, Lattice, TextLaw, TiledLaw, TokenLaw, VideoLaw
+from app.errors import ModelNotUsable
 from app.runtime.simulate import laws
 from app.runtime.simulate.families import Family
 from app.runtime.simulate.inspection import inspect_component
@@ -26,6 +27,8 @@ from app.runtime.simulate.values import GpuSpec, MachineSpec, Shape
 from app.schema import Stage
 
 _DEVICE = "cuda:0"
+_LEAST_POINTS = 4
+"""For a law of three coefficients whose error is to be seen."""
 
 
 def fit(model: str | Path | Family, *, tiled: bool = True) -> Coefficients:
@@ -142,8 +145,17 @@ def _fit_text(session: Session, lattice: Lattice) -> dict[str, TextLaw]:
 
 def _fit_decoding(session: Session, lattice: Lattice, weights: int) -> VideoLaw:
     shapes = [snap(session, lattice, *f) for f in ((0.6, 0.25), (1, 0.25), (1, 0.5), (0.6, 1), (1.4, 0.5))]
-    working = [_decoding(session, shape) - weights for shape in shapes]
-    sizes = [(s.height, s.width, s.num_frames) for s in shapes]
+    sizes, working = [], []
+    for shape in shapes:
+        try:
+            working.append(_decoding(session, shape) - weights)
+        except RuntimeError:  # CogVideoX cuts large convolutions into pieces too short for their kernel
+            continue
+        sizes.append((shape.height, shape.width, shape.num_frames))
+    if len(sizes) < _LEAST_POINTS:
+        raise ModelNotUsable(
+            f"{session.family.model} cannot decode at {len(shapes) - len(sizes)} of {len(shapes)} sizes."
+        )
     # whether it decodes some frames at a time differs by VAE: the data say
     frames = getattr(session.pipe.vae, "tile_sample_min_num_frames", None)
     windows = [None] if frames is None else [None, frames + 1]

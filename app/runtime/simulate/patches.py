@@ -5,7 +5,7 @@ One context manager; on leaving, by whatever way, every attribute is what it was
 - `FakeTensorMode.avoid_device_init` and `init_gpu_context`: keep PyTorch from touching a device for a fake tensor;
 - the setter of `FakeTensor.data`: the stock one leaves the old device, which breaks group offloading silently;
 - `nn.Module._apply`: the stock one swaps parameters in ways fake tensors refuse; plain `.data` is what CUDA does;
-- `pin_memory`, `is_pinned`, `record_stream`, `numpy`, `tolist`: they read memory that does not exist;
+- `pin_memory`, `is_pinned`, `record_stream`, `numpy`, `tolist`, `deepcopy`: they read memory that does not exist;
 - `scaled_dot_product_attention`: see `kernels.attention`;
 - accelerate's `set_module_tensor_to_device`: it rebuilds parameters as `type(old)(...)` and compares addresses;
 - safetensors in diffusers' group offloading: files of a simulated disk;
@@ -233,6 +233,7 @@ def _tensor_replacements(machine: SimulatedMachine) -> Iterator[tuple[Any, str, 
     yield FakeTensor, "pin_memory", lambda tensor, *_: machine.pin(tensor)
     yield FakeTensor, "numpy", numpy
     yield FakeTensor, "tolist", tolist
+    yield FakeTensor, "__deepcopy__", lambda tensor, _memo: tensor.detach().clone()
 
 
 # ----------------------------------------------------------------------------------------------------------- modules

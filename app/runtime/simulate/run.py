@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from app.runtime import placement
 from app.runtime.simulate import families, placing
 from app.runtime.simulate.devices import SimulatedMachine
 from app.runtime.simulate.families import Family
@@ -102,7 +103,7 @@ class Session:
             try:
                 output = self.pipe(**arguments)
             finally:
-                self.pipe.maybe_free_model_hooks()  # the stock call skips this when it raises
+                placement.rest(self.pipe)  # the stock call skips this when it raises
             output_shape = _shape_of(output)
             del output
         return Simulation(

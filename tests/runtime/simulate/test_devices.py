@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any
 
@@ -260,3 +261,12 @@ def test_a_known_mask_picks_what_it_says_from_unknown_numbers() -> None:
     with SimulatedMachine():
         mask = torch.tensor([True, False, True])
         assert torch.randn(3, 4, device="cuda")[mask].shape == (2, 4)
+
+
+def test_a_copy_of_a_scheduler_keeps_its_numbers() -> None:
+    """LTX-2 copies its scheduler for the sound."""
+    with SimulatedMachine():
+        held = {"sigmas": torch.tensor([1.0, 0.5, 0.0])}
+        copied = copy.deepcopy(held)["sigmas"]
+        assert copied is not held["sigmas"]
+        assert copied.tolist() == [1.0, 0.5, 0.0]

@@ -1,0 +1,96 @@
+"""What the worker keeps from one job to the next."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app import events
+from app.runtime import placement
+from app.runtime.control import Control
+from app.runtime.loop import Channel, Loop
+from app.schema import Placement, Plan, Strategy
+from tests import values
+from tests.runtime.families import DEMO
+
+NAMES = ("transformer", "text_encoder", "text_encoder_2", "vae")
+
+
+def plan(**strategies: dict[str, Any]) -> Plan:
+    """On the CPU; keyword arguments say how a component is held."""
+    placements = tuple(
+        Placement(**{"component": name, "strategy": Strategy.CPU, "device": "cpu", "dtype": "float32",
+                     "weight_bytes": 0, **strategies.get(name, {})})
+        for name in NAMES
+    )  # fmt: skip
+    return values.plan(placements=placements, strategy=Strategy.CPU)
+
+
+BLOCKS = {"strategy": Strategy.BLOCK, "num_blocks_per_group": 1}
+DISK = {"strategy": Strategy.DISK}
+
+
+class Worker:
+    """A loop without its process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.said = io.BytesIO()
+        self.control = Control()
+        self.loop = Loop(Channel(self.said), self.control)
+        self.folder = folder
+
+    def make(self, plan: Plan, number: int) -> dict[str, Any]:
+        scratch = self.folder / str(number)
+        scratch.mkdir()
+        run = events.Run(
+            job_id=str(number),
+            request=values.request(height=64, width=64, num_frames=5, num_inference_steps=2, seed=1),
+            plan=plan,
+            card=values.card(folder=DEMO, pipeline="Kandinsky5T2VPipeline"),
+            output_path=self.folder / f"{number}.mp4",
+            scratch=scratch,
+            metadata={},
+        )
+        self.said.seek(0)
+        self.said.truncate()
+        self.control.begin(run.job_id)
+        self.loop.run(run, 0.0)
+        self.control.end(run.job_id)
+        last: dict[str, Any] = json.loads(self.said.getvalue().splitlines()[-1])
+        assert last["type"] == "completed", last
+        return last["report"]  # type: ignore[no-any-return]
+
+
+def test_a_model_that_is_held_otherwise_is_not_loaded_again(tmp_path: Path) -> None:
+    worker = Worker(tmp_path)
+    first = worker.make(plan(), 1)
+    pipe = worker.loop._pipe
+    same = worker.make(plan(), 2)
+    otherwise = worker.make(plan(transformer=BLOCKS), 3)
+    assert worker.loop._pipe is pipe
+    assert [report["warm"] for report in (first, same, otherwise)] == [False, True, False]
+    assert placement.groups.hooked(pipe.transformer)
+    worker.make(plan(), 4)
+    assert worker.loop._pipe is pipe
+    assert not placement.groups.hooked(pipe.transformer)
+    shas = {report["output"]["frames_sha256"] for report in (first, same, otherwise)}
+    assert len(shas) == 1
+
+
+def test_from_the_disk_no_weight_is_ever_loaded_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is anything written into the model's folder."""
+    before = {path: path.stat().st_mtime_ns for path in DEMO.rglob("*")}
+    worker = Worker(tmp_path)
+    usual = worker.make(plan(), 1)
+    report = worker.make(plan(transformer=DISK, text_encoder=DISK), 2)
+    for name in ("transformer", "text_encoder"):
+        module = getattr(worker.loop._pipe, name)
+        assert all(parameter.is_meta for parameter in module.parameters()), name
+    assert report["output"]["frames_sha256"] == usual["output"]["frames_sha256"]
+    assert {path: path.stat().st_mtime_ns for path in DEMO.rglob("*")} == before
+    assert torch.get_num_threads() > 0
