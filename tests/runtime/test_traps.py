@@ -465,3 +465,12 @@ def test_the_vae_of_a_picture_to_video_model_leaves(machine: SimulatedMachine) -
     pipe = FAMILIES["kandinsky_i2v"]()
     placement.place(pipe, arrangement(pipe, everything(Strategy.MODEL_OFFLOAD)))
     assert vae_while_denoising(pipe, "kandinsky_i2v") == "cpu"
+
+
+def test_what_a_vae_encodes_on_another_card_comes_back(machine: SimulatedMachine) -> None:
+    """It comes as a distribution, an object that accelerate does not look into."""
+    pipe = FAMILIES["hunyuan"]()
+    placement.place(pipe, arrangement(pipe, by_stage(decode={"device": "cuda:1"})))
+    with torch.no_grad():
+        found = pipe.vae.encode(torch.zeros(1, 3, 5, 64, 64, device=CARD)).latent_dist
+    assert {str(found.mode().device), str(found.sample(torch.Generator("cpu")).device)} == {"cuda:0"}
