@@ -21,7 +21,9 @@ class Visitor(Protocol):
 
     def come(self) -> None: ...
 
-    def leave(self) -> None: ...
+    def leave(self) -> bool:
+        """Whether there was anything to take away."""
+        ...
 
 
 class Whole:
@@ -46,7 +48,7 @@ class Whole:
             self.leave()
             raise
 
-    def leave(self) -> None:
+    def leave(self) -> bool:
         """Let go of the copies. What was written to meanwhile (a LoRA that is fused) is copied back instead."""
         known = set()
         for tensor, data, version in self._resting:
@@ -57,7 +59,9 @@ class Whole:
             for tensor in _tensors(self._module):
                 if id(tensor) not in known and tensor.device == self._device:  # came while it was here: a LoRA
                     tensor.data = tensor.data.to("cpu")
+        was_here = bool(self._resting)
         self._resting.clear()
+        return was_here
 
 
 class Visitors:
@@ -70,9 +74,10 @@ class Visitors:
         self._by_device.setdefault(device, []).append(visitor)
 
     def make_room(self, device: torch.device, coming: Visitor | None = None) -> None:
-        for visitor in self._by_device.get(device, ()):
-            if visitor is not coming:
-                visitor.leave()
+        left = [visitor.leave() for visitor in self._by_device.get(device, ()) if visitor is not coming]
+        if any(left):
+            # what comes has other sizes: in blocks cut for the one that left, it would not find room
+            torch.cuda.empty_cache()
         if coming is not None:
             coming.come()
 
