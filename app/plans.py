@@ -178,6 +178,8 @@ class Arrangement(Value):
     plan was made."""
     placements: tuple[Placement, ...]
     vae_tiling: bool = False
+    attention_backend: str = "native"
+    """diffusers' name: `native` (PyTorch's own), `flash`, `sage`. Where it is missing, PyTorch's own is used."""
     threads: int | None = None
     """CPU threads torch may use; None leaves torch's choice."""
     predicted_ram_bytes: Bytes

@@ -224,6 +224,8 @@ class HardwarePreset(Value):
     streaming_engine: bool = False
     """The denoiser's blocks travel by Pocketreel's own engine, which keeps some of them on the card. Not the default
     until it was seen to run and win on a real card."""
+    attention_backend: Literal["native", "flash", "sage"] = "native"
+    """On cards; `flash` and `sage` are packages of others, and not quite the same video."""
     prefer_disk: bool = False
     """Weights that do not fit RAM beside the rest are read from the disk again and again: slow, but little RAM."""
     timeout_seconds: Seconds | None = None
@@ -346,6 +348,10 @@ class Report(Value):
     fresh: bool = False
     """It was the worker's first job: importing the libraries is in the seconds of its first stage."""
     versions: dict[str, str]
+    attention: str = ""
+    """What computed attention, in words."""
+    notices: tuple[str, ...] = ()
+    """What went otherwise than planned, in words; the video is as it should be."""
     output: OutputReport | None = None
 
     @property

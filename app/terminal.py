@@ -58,6 +58,9 @@ def report_lines(report: Report) -> list[str]:
         stages,
         f"peak RAM {format_bytes(report.peak_ram_bytes)}",
     ]
+    if report.attention:
+        lines.append(f"attention by {report.attention}")
+    lines += report.notices
     reserved = report.peak_vram(reserved=True)
     for device, allocated in report.peak_vram().items():
         lines.append(

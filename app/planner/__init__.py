@@ -68,8 +68,9 @@ def plan(
         raise plan_error(search, presets)
     estimate = search.estimate(found)
     factors = search.factors(found)
-    fields = _fields(hardware, found, estimate)
+    fields = _fields(hardware, found, estimate, preset.attention_backend)
     rungs = [(rung, search.estimate(rung)) for rung in search.ladder(found)]
+    kernel = preset.attention_backend
     return Plan(
         **fields,
         reasons=(
@@ -79,13 +80,13 @@ def plan(
         estimate=estimate,
         factors=factors,
         ladder=tuple(
-            Arrangement(**_fields(hardware, rung, parts), reasons=_changes(search, above, rung))
+            Arrangement(**_fields(hardware, rung, parts, kernel), reasons=_changes(search, above, rung))
             for (rung, parts), above in zip(rungs, [found, *(rung for rung, _ in rungs)], strict=False)
         ),
     )
 
 
-def _fields(hardware: Hardware, found: Found, estimate: Estimate) -> dict[str, object]:
+def _fields(hardware: Hardware, found: Found, estimate: Estimate, attention: str) -> dict[str, object]:
     main = next(p for p in found.placements if stage_of(p.component) is Stage.DENOISE)
     return {
         "device": main.device,
@@ -93,6 +94,7 @@ def _fields(hardware: Hardware, found: Found, estimate: Estimate) -> dict[str, o
         "strategy": main.strategy,
         "placements": found.placements,
         "vae_tiling": found.tiling,
+        "attention_backend": attention if found.gpus else "native",
         "threads": None if found.gpus else hardware.cpu_count,
         "predicted_ram_bytes": estimate.peak("ram"),
         "predicted_vram_bytes": {

@@ -165,11 +165,25 @@ class Loop:
     def _report(self, run: events.Run, stages: list[StageReport]) -> Report:
         import torch  # noqa: PLC0415
 
+        from app.runtime import placement  # noqa: PLC0415
+        from app.runtime.placement import attention  # noqa: PLC0415
+
         if run.plan.device.startswith("cuda") and torch.cuda.is_available():
             device = torch.cuda.get_device_name(run.plan.device)
         else:
             device = f"CPU ({torch.get_num_threads()} threads)"
-        return Report(stages=tuple(stages), device=device, warm=self._warm, fresh=self._jobs == 1, versions=versions())
+        now = placement.placed(self._pipe)
+        notices = tuple(dict.fromkeys(now.notices)) if now is not None else ()
+        wanted = now.plan.attention_backend if now is not None else attention.NATIVE
+        return Report(
+            stages=tuple(stages),
+            device=device,
+            warm=self._warm,
+            fresh=self._jobs == 1,
+            versions=versions(),
+            attention=attention.words() if wanted == attention.NATIVE or notices else wanted,
+            notices=notices,
+        )
 
     def _report_of_failed(self, run: events.Run, clock: StageClock) -> Report | None:
         try:
@@ -181,7 +195,7 @@ class Loop:
 
 
 def _held_alike(one: Arrangement, other: Arrangement) -> bool:
-    fields = {"device", "dtype", "strategy", "placements", "vae_tiling", "threads"}
+    fields = {"device", "dtype", "strategy", "placements", "vae_tiling", "threads", "attention_backend"}
     return one.model_dump(include=fields) == other.model_dump(include=fields)
 
 

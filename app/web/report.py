@@ -36,6 +36,9 @@ def _summary(report: Report) -> str:
     if not allocated and not reserved:
         facts.append(("VRAM", "no GPU was used"))
     facts.append(("Ran on", report.device))
+    if report.attention:
+        facts.append(("Attention by", report.attention))
+    facts += [("Note", notice) for notice in report.notices]
     facts.append(("Model", "already loaded (warm)" if report.warm else "loaded for this video (cold)"))
     if report.output is not None:
         output = report.output

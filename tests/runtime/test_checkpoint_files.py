@@ -90,6 +90,24 @@ def test_an_empty_component_is_the_one_that_would_be_loaded(family: str, dtype: 
         assert all(p.is_meta for p in empty.parameters())
 
 
+class Computing(diffusers.ModelMixin, diffusers.ConfigMixin):
+    """Has a buffer in whatever type is the default when it is made."""
+
+    @diffusers.configuration_utils.register_to_config
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.layer = nn.Linear(size, size)
+        self.register_buffer("table", torch.linspace(0, 1, size), persistent=False)
+
+
+def test_buffers_are_computed_in_the_type_that_loading_computes_them_in(tmp_path: Path) -> None:
+    Computing().save_pretrained(tmp_path)
+    loaded = Computing.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    empty = load_empty(Computing, tmp_path, torch.bfloat16)
+    assert empty.table.dtype is loaded.table.dtype is torch.bfloat16
+    assert torch.equal(empty.table, loaded.table)
+
+
 def test_a_whole_pipeline_without_ever_loading_weights(tmp_path: Path) -> None:
     pipe = families.wan_two_transformers()
     expected = families.frames(pipe, "wan_two_transformers", num_inference_steps=4)

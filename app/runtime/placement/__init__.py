@@ -21,13 +21,17 @@ import torch
 
 from app.errors import PlanError
 from app.runtime import guard
-from app.runtime.placement import groups, sharding
+from app.runtime.placement import attention, groups, sharding
 from app.runtime.placement.calls import wrap
 from app.runtime.placement.reading import Reading, SourceOf, Streaming, from_files
 from app.runtime.placement.visiting import Turn, Visitor, Visitors, Whole
 from app.schema import Arrangement, Placement, Strategy
 
 __all__ = ["assert_runnable", "held", "place", "placed", "remove", "rest", "switch"]
+
+
+DENOISERS = ("transformer", "unet")
+"""How the names of the components begin whose attention costs the time."""
 
 
 class Placed(NamedTuple):
@@ -39,6 +43,8 @@ class Placed(NamedTuple):
     visitors: Visitors
     exits: ExitStack
     """Closing it undoes everything."""
+    notices: list[str]
+    """What went otherwise than planned, in words."""
     lossy: bool
     """Weights were cast to eight bits: taking the plan off cannot bring back what they were."""
 
@@ -71,13 +77,17 @@ def place(pipe: Any, plan: Arrangement, source: SourceOf | None = None) -> None:
         main = torch.device(plan.device)
         for name, placement in placements.items():
             _hold(modules[name], placement, main, visitors, source or from_files(pipe), lambda: remove(pipe), exits)
+        notices: list[str] = []
+        for name in modules:
+            if name.startswith(DENOISERS):
+                attention.use(name, modules[name], plan.attention_backend, notices, exits)
         vae: Any = modules.get("vae")
         if plan.vae_tiling and vae is not None and hasattr(vae, "enable_tiling"):
             vae.enable_tiling()
             exits.callback(vae.disable_tiling)
         lossy = any(placement.storage_dtype is not None for placement in placements.values())
         exits.callback(setattr, pipe, "__class__", type(pipe))
-        pipe.__class__ = _subclass(type(pipe), main, Placed(plan, placements, visitors, exits, lossy))
+        pipe.__class__ = _subclass(type(pipe), main, Placed(plan, placements, visitors, exits, notices, lossy))
         assert_runnable(pipe)
         held_open = exits.pop_all()
     pipe.__class__._placed = pipe._placed._replace(exits=held_open)

@@ -144,7 +144,8 @@ def _fit_text(session: Session, lattice: Lattice) -> dict[str, TextLaw]:
 
 
 def _fit_decoding(session: Session, lattice: Lattice, weights: int) -> VideoLaw:
-    shapes = [snap(session, lattice, *f) for f in ((0.6, 0.25), (1, 0.25), (1, 0.5), (0.6, 1), (1.4, 0.5))]
+    factors = ((0.6, 0.25), (1, 0.25), (1, 0.5), (0.6, 1), (1.4, 0.5), (0.8, 0))
+    shapes = [snap(session, lattice, *f) for f in factors]
     sizes, working = [], []
     for shape in shapes:
         try:
@@ -158,7 +159,8 @@ def _fit_decoding(session: Session, lattice: Lattice, weights: int) -> VideoLaw:
         )
     # whether it decodes some frames at a time differs by VAE: the data say
     frames = getattr(session.pipe.vae, "tile_sample_min_num_frames", None)
-    windows = [None] if frames is None else [None, frames + 1]
+    step = lattice.temporal_scale * lattice.temporal_patch
+    windows = [None, *(count * step + 1 for count in (2, 3, 4, 6)), *([] if frames is None else [frames + 1])]
     return min((laws.fit_video(sizes, working, window) for window in windows), key=lambda law: law.max_error)
 
 
