@@ -207,7 +207,7 @@ def _staged(pipe: Any, request: Request, control: Control, clock: StageClock) ->
         clock.enter(Stage.DENOISE, total=request.num_inference_steps)
 
     handles = [
-        module.register_forward_pre_hook(denoising)
+        module.register_forward_pre_hook(denoising, prepend=True)  # what is brought for it counts there
         for name in DENOISERS
         if isinstance(module := getattr(pipe, name, None), torch.nn.Module)
     ]

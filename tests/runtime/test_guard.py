@@ -268,7 +268,9 @@ def test_weights_that_are_only_on_the_disk_are_not_trained(tmp_path: Path, kind:
 
 
 def test_copies_that_accelerate_wrote_are_not_trained_either(model: Any, tmp_path: Path) -> None:
-    accelerate.dispatch_model(model, {"": "disk"}, offload_dir=str(tmp_path))
+    places = {name: "disk" if name == "out_layer" else "cpu" for name, _ in model.named_children()}
+    accelerate.dispatch_model(model, places, offload_dir=str(tmp_path))
+    assert (tmp_path / "out_layer.out_layer.weight.dat").exists()
     with pytest.raises(OffloadActive, match=f"only in {tmp_path}"):
         prepare_for_training(model, CPU)
     assert offloading_of(model) != ()

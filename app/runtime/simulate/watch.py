@@ -74,7 +74,8 @@ class Watch:
         for name, module in modules.items():
             # children too: some pipelines call `text_encoder.model(...)`
             for part in (module, *module.children()):
-                handles.append(part.register_forward_pre_hook(self._begin_hook(name)))
+                # first of all: what is brought for a call belongs to it
+                handles.append(part.register_forward_pre_hook(self._begin_hook(name), prepend=True))
                 handles.append(part.register_forward_hook(self._end_hook(name)))
             for method in ("encode", "decode"):
                 if hasattr(module, method):
