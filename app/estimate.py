@@ -24,13 +24,18 @@ WORKER_BASE_BYTES: Final = int(0.9 * GIB)
 """A worker with torch and diffusers imported and no model: 0.75 GiB seen in a job that failed to load; rounded up."""
 WORKER_START_SECONDS: Final = 6.0
 """Importing torch and diffusers: 5 to 7 s on the two cores of the README's figures; other machines ASSUMED alike."""
+SMALL_BYTES: Final = 4 * 2**20
+"""On each card, what passes between components: embeddings, masks, tables. `pocketreel bench matrix` showed 1 MiB more
+than predicted on a card that holds a text encoder only."""
 GPU_CONTEXT_BYTES: Final = int(0.5 * GIB)
 """The CUDA context, outside of torch's own count (about 450 MiB assumed, facts/memory.md)."""
 CUDA_RAM_BYTES: Final = 1 * GIB
 """ASSUMED: RAM of the CUDA libraries once a worker uses a card."""
-WORKING_RESERVE: Final = 0.30
+WORKING_RESERVE: Final = 0.38
 """Room for fragmentation, as a share of working memory: cards of allocated peak + 15 to 31 % were the smallest on which
-simulated runs survived (facts/memory.md)."""
+simulated runs survived (facts/memory.md); with 0.30 CogVideoX did not on one of 6 GB (`pocketreel bench matrix`)."""
+TILED_RESERVE: Final = 0.45
+"""The same where a VAE decodes in tiles, whose sizes vary."""
 ROUNDING: Final = 0.02
 """The part of both that torch itself counts as allocated, since it counts whole blocks: without it `pocketreel bench
 matrix` showed 0.2 to 1.4 % more than predicted, most for short clips, where many small tensors weigh more."""
@@ -75,10 +80,8 @@ def cost_of(task: Task, machine: Machine, placement: Placement, *, tiling: bool,
     working = _working(task, placement, facts, stage, tiling=tiling)
     if task.factors is not None:
         working = round(working * task.factors.of_memory("ram" if placement.device == "cpu" else placement.device))
-    held, active = _memory(placement, facts, sizes, stage, working)
-    if task.picture and placement.component == "vae" and placement.strategy is Strategy.MODEL_OFFLOAD:
-        # diffusers' hooks leave the VAE of image-to-video on the card while it denoises (facts/diffusers-0.42-traps.md)
-        held = [*held, _weights(placement, placement.device, (Stage.ENCODE, Stage.DENOISE), sizes.weights)]
+    tiles = tiling and stage is Stage.DECODE
+    held, active = _memory(placement, facts, sizes, stage, working, TILED_RESERVE if tiles else WORKING_RESERVE)
     on_disk = _weights(placement, "disk", RESTING, stored_bytes(facts))
     seconds = _learned(times(task, machine, placement, facts, sizes, tiling=tiling), task.factors)
     return Cost((*held, on_disk), tuple(active), seconds)
@@ -105,7 +108,7 @@ def _working(task: Task, placement: Placement, facts: ComponentFacts, stage: Sta
 
 
 def _memory(
-    placement: Placement, facts: ComponentFacts, sizes: Sizes, stage: Stage, working: int
+    placement: Placement, facts: ComponentFacts, sizes: Sizes, stage: Stage, working: int, reserve: float
 ) -> tuple[list[Bytes], list[Bytes]]:
     device = placement.device
     while_loading = _weights(placement, "ram", (Stage.LOAD,), sizes.weights)
@@ -141,7 +144,7 @@ def _memory(
             held, device = [in_ram], "ram"
     active = [Bytes(device, (stage,), placement.component, "working", working)]
     if device != "ram":
-        active += _margin(placement, device, (stage,), working, WORKING_RESERVE)
+        active += _margin(placement, device, (stage,), working, reserve)
         active += _on_card(placement, device, (stage,), brought) if brought else []
     return held, active
 
@@ -207,6 +210,7 @@ def base_cost(task: Task, devices: Sequence[str]) -> Cost:
         Bytes("ram", RESTING, "", "worker", worker),
         Bytes("ram", (Stage.DECODE, Stage.EXPORT), "", "frames", frames),
         *(Bytes(device, RESTING, "", "context", GPU_CONTEXT_BYTES) for device in devices),
+        *(Bytes(device, RESTING, "", "rounding", SMALL_BYTES) for device in devices),
     )
     time = (
         Seconds(Stage.LOAD, "", "overhead", WORKER_START_SECONDS),

@@ -18,6 +18,9 @@ FP8_UNCAST: Final = {
 """Share of the 16-bit weights that layerwise casting leaves alone (norms, embeddings), from facts/memory.md's table."""
 FP8_UNCAST_OTHERS: Final = 0.1
 """ASSUMED for transformers that are not in the table."""
+FP16_KEPT: Final = {"T5EncoderModel": 0.2113, "UMT5EncoderModel": 0.1772}
+"""Share of the weights that transformers keeps in float32 when it loads in float16, and only then (T5's `wo`): of the
+XXL encoders, by their sizes in coefficients/cogvideox-2b.toml, which was fitted in float16, and cogvideox-5b.toml."""
 FP8_PINNED: Final = 1.1
 """Page-locked rounding is worse for half-sized tensors: Kandinsky 5 Pro 1.27 instead of 1.17 (facts/memory.md)."""
 BATCHED_GUIDANCE: Final = ("CogVideoX", "LTX", "Mochi")
@@ -105,8 +108,8 @@ def stage_of(component: str) -> Stage:
 
 def sizes_of(facts: ComponentFacts, dtype: str, storage_dtype: str | None = None) -> Sizes:
     """Bytes of a component held in `dtype`, whatever it was fitted in; with 8-bit storage what is not kept shrinks."""
-    kept = facts.fp32_bytes
-    weights = stored_bytes(facts) if dtype != "float32" else float32_bytes(facts)
+    kept = _kept_bytes(facts, dtype)
+    weights = stored_bytes(facts) + kept // 2 if dtype != "float32" else float32_bytes(facts)
     scale = weights / max(facts.weight_bytes, 1)
     pinned = facts.pinned_bytes * scale
     if storage_dtype is not None:
@@ -120,9 +123,18 @@ def sizes_of(facts: ComponentFacts, dtype: str, storage_dtype: str | None = None
     return Sizes(weights, round(block), round(other), round(leaf), round(pinned))
 
 
+def _kept_bytes(facts: ComponentFacts, dtype: str) -> int:
+    """Bytes in float32 of what stays float32 although the rest is loaded in 16 bit."""
+    if facts.class_name in FP16_KEPT:
+        return round(2 * FP16_KEPT[facts.class_name] * stored_bytes(facts)) if dtype == "float16" else 0
+    return facts.fp32_bytes
+
+
 def stored_bytes(facts: ComponentFacts) -> int:
-    """In 16 bit, as on the disk and on most cards."""
-    return -(-facts.weight_bytes // 2) if facts.dtype == "float32" else facts.weight_bytes
+    """All of it in 16 bit, as on the disk."""
+    if facts.dtype == "float32":
+        return -(-facts.weight_bytes // 2)
+    return facts.weight_bytes - facts.fp32_bytes // 2
 
 
 def float32_bytes(facts: ComponentFacts) -> int:

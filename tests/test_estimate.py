@@ -109,7 +109,7 @@ def test_sharded_over_two_cards_as_simulated() -> None:
 def test_the_context_and_the_margin_are_parts_that_torch_does_not_count() -> None:
     found = predicted(models.WAN, **WAYS["leaf"])
     outside = found.bytes("cuda:0", Stage.DENOISE) - found.bytes("cuda:0", Stage.DENOISE, allocated=True)
-    assert outside > GPU_CONTEXT_BYTES + 0.27 * 3.48 * GIB
+    assert outside > GPU_CONTEXT_BYTES + 0.35 * 3.48 * GIB
     assert found.bytes("ram", Stage.LOAD) >= WORKER_BASE_BYTES + CUDA_RAM_BYTES
     assert found.bytes("ram", Stage.EXPORT) - found.bytes("ram", Stage.ENCODE) < 480 * 832 * 81 * 12 * 3
     frames = [part.bytes for part in found.memory if part.kind == "frames" and part.stage is Stage.EXPORT]

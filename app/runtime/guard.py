@@ -48,18 +48,15 @@ def prepare_for_training(
         UserWarning: layerwise casting had stored weights in a narrower type, so training starts from rounded ones.
 
     Raises:
-        OffloadActive: the weights are only in files that may be another model's; nothing was changed.
-        NotTrainable: weights that are quantized or not in memory, or no such component; nothing was changed, except
-            that a plan of this program may be off.
+        OffloadActive: the weights are only in files that may be another model's.
+        NotTrainable: weights that are quantized or not in memory, or no such component.
+            After both errors a plan of this program may be off; nothing else was changed.
         ValueError: `dtype` is not one of TRAINABLE.
     """
     if dtype not in TRAINABLE:
         raise ValueError(f"{word(dtype)} cannot be trained: choose one of {', '.join(map(word, TRAINABLE))}")
     device = torch.device(device)
     parts, trained = _components(pipe_or_module), _trained(pipe_or_module, components)
-    for name, module in parts.items():
-        if not _undos(module):  # a plan of this program brings back what it holds elsewhere
-            refuse_lost(name, module)
     for name, module in trained.items():
         _refuse_quantized(name, module)
     # the caller's inference mode would make tensors that autograd never accepts
@@ -67,7 +64,7 @@ def prepare_for_training(
         for module in parts.values():
             for undo in _undos(module):
                 undo()
-        for name, module in parts.items():
+        for name, module in parts.items():  # not before: a plan of this program brings back what it holds elsewhere
             refuse_lost(name, module)
         allow_training(pipe_or_module)
         rounded = [name for name, module in parts.items() if take_off(module)]

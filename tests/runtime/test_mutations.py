@@ -53,7 +53,7 @@ def without(*names: str) -> Patch:
     return patch
 
 
-def only_come(self: Any, _device: Any, coming: Any = None) -> None:
+def only_come(self: Any, _device: Any, _worker: Any, coming: Any = None) -> None:
     if coming is not None:
         coming.come()
 

@@ -42,7 +42,19 @@ def wrap(module: torch.nn.Module, around: Around, exits: ExitStack) -> None:
     exits.callback(module.register_forward_hook(after).remove)
     for name in METHODS:
         if hasattr(module, name):
-            wrap_method(module, name, around, exits)
+            # frames stay where they were decoded: pipelines only take them to the CPU, and the main card may be full
+            wrap_method(module, name, _Before(around) if name == "decode" else around, exits)
+
+
+class _Before:
+    """Only the first half of another one."""
+
+    def __init__(self, around: Around) -> None:
+        self.before = around.before
+
+    @staticmethod
+    def after(result: Any) -> Any:
+        return result
 
 
 def wrap_method(module: torch.nn.Module, name: str, around: Around, exits: ExitStack) -> None:

@@ -48,12 +48,10 @@ class Reading:
         if self._streamed is None:
             self._streamed = stream(self._module, self._device, source=self._source(self._name, self._module))
 
-    def leave(self) -> bool:
-        if self._streamed is None:
-            return False
-        self._streamed.remove()
-        self._streamed = None
-        return True
+    def leave(self) -> None:
+        if self._streamed is not None:
+            self._streamed.remove()
+            self._streamed = None
 
 
 class Streaming:
@@ -67,7 +65,5 @@ class Streaming:
         if not self.streamed.slots:
             self.streamed.allocate()
 
-    def leave(self) -> bool:
-        had_slots = bool(self.streamed.slots)
+    def leave(self) -> None:
         self.streamed.release()
-        return had_slots

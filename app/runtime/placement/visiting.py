@@ -21,9 +21,7 @@ class Visitor(Protocol):
 
     def come(self) -> None: ...
 
-    def leave(self) -> bool:
-        """Whether there was anything to take away."""
-        ...
+    def leave(self) -> None: ...
 
 
 class Whole:
@@ -48,7 +46,7 @@ class Whole:
             self.leave()
             raise
 
-    def leave(self) -> bool:
+    def leave(self) -> None:
         """Let go of the copies. What was written to meanwhile (a LoRA that is fused) is copied back instead."""
         known = set()
         for tensor, data, version in self._resting:
@@ -59,9 +57,7 @@ class Whole:
             for tensor in _tensors(self._module):
                 if id(tensor) not in known and tensor.device == self._device:  # came while it was here: a LoRA
                     tensor.data = tensor.data.to("cpu")
-        was_here = bool(self._resting)
         self._resting.clear()
-        return was_here
 
 
 class Visitors:
@@ -69,15 +65,21 @@ class Visitors:
 
     def __init__(self) -> None:
         self._by_device: dict[torch.device, list[Visitor]] = {}
+        self._worker: dict[torch.device, object] = {}
+        """Who worked last."""
 
     def add(self, device: torch.device, visitor: Visitor) -> None:
         self._by_device.setdefault(device, []).append(visitor)
 
-    def make_room(self, device: torch.device, coming: Visitor | None = None) -> None:
-        left = [visitor.leave() for visitor in self._by_device.get(device, ()) if visitor is not coming]
-        if any(left):
-            # what comes has other sizes: in blocks cut for the one that left, it would not find room
+    def make_room(self, device: torch.device, worker: object, coming: Visitor | None = None) -> None:
+        """`worker` begins to work on `device`, and comes if it is a visitor."""
+        for visitor in self._by_device.get(device, ()):
+            if visitor is not coming:
+                visitor.leave()
+        if self._worker.get(device) is not worker:
+            # it asks for other sizes: in blocks of memory that were cut for another one, it would not find room
             torch.cuda.empty_cache()
+            self._worker[device] = worker
         if coming is not None:
             coming.come()
 
@@ -101,7 +103,7 @@ class Turn:
         self._visitors, self._device, self._main, self._visitor = visitors, device, main, visitor
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._visitors.make_room(self._device, self._visitor)
+        self._visitors.make_room(self._device, self, self._visitor)
         return moved(args, self._device), moved(kwargs, self._device)
 
     def after(self, result: Any) -> Any:
