@@ -24,7 +24,7 @@ WORKER_BASE_BYTES: Final = int(0.9 * GIB)
 """A worker with torch and diffusers imported and no model: 0.75 GiB seen in a job that failed to load; rounded up."""
 WORKER_START_SECONDS: Final = 6.0
 """Importing torch and diffusers: 5 to 7 s on the two cores of the README's figures; other machines ASSUMED alike."""
-SMALL_BYTES: Final = 4 * 2**20
+SMALL_BYTES: Final = 2 * 2**20
 """On each card, what passes between components: embeddings, masks, tables. `pocketreel bench matrix` showed 1 MiB more
 than predicted on a card that holds a text encoder only."""
 GPU_CONTEXT_BYTES: Final = int(0.5 * GIB)

@@ -137,7 +137,7 @@ def test_guidance_doubles_the_forwards_or_the_batch() -> None:
 def test_float32_doubles_what_was_fitted_in_16_bit() -> None:
     half, full = (predicted(models.WAN, dtype=dtype, **WAYS["resident"]) for dtype in ("bfloat16", "float32"))
     ratio = full.bytes("cuda:0", Stage.DENOISE, allocated=True) / half.bytes("cuda:0", Stage.DENOISE, allocated=True)
-    assert ratio == pytest.approx(2.0)
+    assert ratio == pytest.approx(2.0, rel=1e-3)  # less what is the same in both
     assert sizes_of(models.VAE_WAN, "float32").weights == models.VAE_WAN.weight_bytes
     assert sizes_of(models.VAE_WAN, "bfloat16").weights == models.VAE_WAN.weight_bytes // 2
 
