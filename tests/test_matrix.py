@@ -70,3 +70,18 @@ def test_a_simulator_that_dies_is_named(sample: list[Case], monkeypatch: pytest.
 def test_the_cards_are_as_large_as_asked(sample: list[Case]) -> None:
     assert {case.run.vram_bytes for case in sample} <= {(GIB,), (4 * GIB,)}
     assert all(Path(case.run.model).is_dir() for case in sample)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("cards", [(24, 24), (8, 12), (6, 12, 24)], ids=str)
+@pytest.mark.parametrize("model", ["kandinsky-5-t2v-lite-sft-5s", "kandinsky-5-i2v-lite-5s", "wan-2.1-t2v-14b"])
+def test_several_cards_hold_what_was_planned(settings: Settings, model: str, cards: tuple[int, ...]) -> None:
+    found = list(cases(settings, (model,), cards=(cards,), rams=(64,), sizes=("default",)))
+    assert found
+    for row in run_all(found, 2):
+        assert row.outcome.error is None, row.outcome.error
+        assert row.excess is not None
+        assert row.excess >= 0
+        used = {one.device for p in row.case.plan.placements for one in (p, *p.shards)} - {"cpu"}
+        assert {device for device, peak in row.outcome.vram_bytes.items() if peak} >= used

@@ -157,7 +157,7 @@ class Loop:
         if pipe is None:
             pipe = pipeline.load(run.card, run.plan)
             self.control.check()
-            placement.place(pipe, run.plan)
+            placement.place_or_fall_back(pipe, run.plan)
         else:
             placement.switch(pipe, run.plan)
         self._pipe, self._loaded = pipe, key

@@ -429,6 +429,20 @@ def test_no_component_is_dropped(machine: SimulatedMachine) -> None:
         placement.place(pipe, plan.model_copy(update={"placements": (*plan.placements, strange)}))
 
 
+def test_cards_that_do_not_work_together_are_no_reason_to_fail(machine: SimulatedMachine) -> None:
+    pipe = FAMILIES["wan"]()
+    placement.place_or_fall_back(pipe, too_few_blocks(pipe))
+    (notice,) = placement.placed(pipe).notices
+    assert "could not share" in notice
+    assert "has 4" in notice
+    assert (frames(pipe, "wan") == resident_frames("wan")).all()
+    placement.rest(pipe)
+    placement.remove(pipe)
+    wrong = arrangement(pipe, everything(Strategy.RESIDENT, device="cuda:9"))
+    with pytest.raises(PlanError, match="cuda:9"):
+        placement.place_or_fall_back(pipe, wrong)
+
+
 def test_a_component_that_was_forgotten_is_found_before_the_run(machine: SimulatedMachine) -> None:
     """Also of a pipeline that others placed."""
     pipe = FAMILIES["wan"]()

@@ -1,6 +1,7 @@
 """Apply a plan to a loaded pipeline, check it, take it off again. Prices of each strategy stand in `schema.Strategy`.
 
     place(pipe, plan)   a pipeline on the CPU -> placed as planned; or, if anything fails, exactly as it was
+    place_or_fall_back  the same, but cards that do not work together are no reason to fail: one does it all then
     switch(pipe, plan)  from one plan to another; if the new one cannot be had, the old one is in force again
     remove(pipe)        on the CPU again, without hooks
     rest(pipe)          after a run: what only visits a card leaves it
@@ -27,7 +28,7 @@ from app.runtime.placement.reading import Reading, SourceOf, Streaming, from_fil
 from app.runtime.placement.visiting import Turn, Visitor, Visitors, Whole
 from app.schema import Arrangement, Placement, Strategy
 
-__all__ = ["assert_runnable", "held", "place", "placed", "remove", "rest", "switch"]
+__all__ = ["assert_runnable", "held", "place", "place_or_fall_back", "placed", "remove", "rest", "switch"]
 
 
 DENOISERS = ("transformer", "unet")
@@ -91,6 +92,27 @@ def place(pipe: Any, plan: Arrangement, source: SourceOf | None = None) -> None:
         assert_runnable(pipe)
         held_open = exits.pop_all()
     pipe.__class__._placed = pipe._placed._replace(exits=held_open)
+
+
+def place_or_fall_back(pipe: Any, plan: Arrangement) -> None:
+    """Place as planned; where several cards do not work together, on the main one, with a notice.
+
+    Raises as `place`, if that cannot be had either.
+    """
+    try:
+        place(pipe, plan)
+    except PlanError as error:
+        cards = {one.device for p in plan.placements for one in (p, *p.shards)} - {"cpu"}
+        if len(cards) < 2 or plan.device == "cpu":
+            raise
+        alone = [
+            one.model_copy(update={"strategy": Strategy.MODEL_OFFLOAD, "device": plan.device, "shards": ()})
+            if one.strategy is not Strategy.CPU
+            else one
+            for one in plan.placements
+        ]
+        place(pipe, plan.model_copy(update={"placements": tuple(alone), "strategy": Strategy.MODEL_OFFLOAD}))
+        pipe._placed.notices.append(f"The cards could not share the model, so {plan.device} did all of it: {error}")
 
 
 def remove(pipe: Any) -> None:
