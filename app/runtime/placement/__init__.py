@@ -102,7 +102,8 @@ def place_or_fall_back(pipe: Any, plan: Arrangement) -> None:
     try:
         place(pipe, plan)
     except PlanError as error:
-        cards = {one.device for p in plan.placements for one in (p, *p.shards)} - {"cpu"}
+        cards = {one.device for one in plan.placements} - {"cpu"}
+        cards |= {shard.device for one in plan.placements for shard in one.shards}
         if len(cards) < 2 or plan.device == "cpu":
             raise
         alone = [
