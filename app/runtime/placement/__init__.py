@@ -77,7 +77,7 @@ def place(pipe: Any, plan: Arrangement, source: SourceOf | None = None) -> None:
         visitors = Visitors()
         main = torch.device(plan.device)
         for name, placement in placements.items():
-            _hold(modules[name], placement, main, visitors, source or from_files(pipe), lambda: remove(pipe), exits)
+            _hold(modules[name], placement, main, visitors, source or from_files(pipe), lambda: _take_off(pipe), exits)
         notices: list[str] = []
         for name in modules:
             if name.startswith(DENOISERS):
@@ -128,6 +128,13 @@ def remove(pipe: Any) -> None:
     if now.lossy:
         raise PlanError("This pipeline's weights were cast to 8 bits; to hold it otherwise, load it again.")
     now.exits.close()
+
+
+def _take_off(pipe: Any) -> None:
+    """For training, which says itself that what was cast to eight bits stays rounded."""
+    now = placed(pipe)
+    if now is not None:
+        now.exits.close()
 
 
 def switch(pipe: Any, plan: Arrangement) -> None:
