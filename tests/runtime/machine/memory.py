@@ -86,7 +86,8 @@ class Memory:
         """
         storage = elem.untyped_storage()
         found: Place | None = getattr(storage, "place", None)
-        if found is not None and found.memory is self:
+        # a storage never changes its device: another one's place is left over from a storage that died
+        if found is not None and found.memory is self and found.device == device:
             return found
         place = Place(self, device, storage.nbytes(), pinned=pinned)
         with self.lock:
