@@ -192,7 +192,11 @@ def test_an_existing_output_is_refused_before_anything_runs(shared: JobService, 
 @pytest.mark.parametrize(
     ("point", "mode"),
     # the forced path is the same in every stage, and each use of it costs a new import of torch
-    [*((point, "soft") for point in POINTS), ("load", "hard"), ("denoise:3", "hard"), ("export", "hard")],
+    [
+        *((point, "soft") for point in POINTS),
+        ("denoise:3", "hard"),
+        *(pytest.param(point, "hard", marks=pytest.mark.slow) for point in POINTS if point != "denoise:3"),
+    ],
 )
 def test_cancel_in_every_stage(shared_held: Held, point: str, mode: str) -> None:
     service = shared_held.order(point, mode)

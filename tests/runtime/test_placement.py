@@ -124,7 +124,7 @@ def check(family: str, strategy: str, folder: Path) -> None:
         assert now == usual
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["block", "leaf_stream_low", "cpu_beside", "sharded", "stream_beside_residents"])
 def test_the_built_in_models_video_is_the_same_however_it_is_held(strategy: str, tmp_path: Path) -> None:
     check("kandinsky", strategy, tmp_path)
 

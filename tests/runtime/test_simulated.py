@@ -480,6 +480,7 @@ def test_offloading_takes_less_memory() -> None:
     assert simulated("kandinsky", "leaf_stream_low")[2] < simulated("kandinsky", "leaf_stream")[2]
 
 
+@pytest.mark.slow  # tests/runtime/test_placement.py has a sample of the same
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "kandinsky"])
 def test_other_families_give_the_same_video(family: str) -> None:
     video, _, _, hazards = simulated(family, "block_stream")
@@ -531,6 +532,7 @@ def test_families_are_the_same_when_saved_and_loaded(family: str, tmp_path: Path
     assert np.array_equal(frames(load(tmp_path), family), on_cpu(family))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "kandinsky"])  # that one is trained
 def test_every_block_of_a_transformer_shows_in_the_video(family: str) -> None:
     """Or a strategy that computes a block wrongly would go unseen."""

@@ -388,11 +388,16 @@ def test_after_an_error_the_card_is_not_empty_library(machine: SimulatedMachine)
     assert pipe.transformer.device.type == "cuda"
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+AFTER_AN_ERROR = ("model_offload", "block_stream", "leaf_stream", "visits_to_the_small_card", "stream")
+OTHERS = set(STRATEGIES) - {*AFTER_AN_ERROR, "sharded_over_three", "disk"}
+
+
+@pytest.mark.parametrize(
+    "strategy", [*AFTER_AN_ERROR, *(pytest.param(one, marks=pytest.mark.slow) for one in sorted(OTHERS))]
+)
 def test_after_an_error_in_a_block_the_card_is_empty_and_the_next_video_right(
     strategy: str, machine: SimulatedMachine
 ) -> None:
-    pytest.skip("three cards") if strategy == "sharded_over_three" else None
     pipe = FAMILIES["wan"]()
     placement.place(pipe, arrangement(pipe, STRATEGIES[strategy]))
     placement.rest(pipe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,12 @@ def plan_of(strategy: Strategy, **changes: object) -> PlannedRun:
     )
 
 
+@cache
+def resident() -> PlannedOutcome:
+    """The usual run, simulated once."""
+    return run_planned(plan_of(Strategy.RESIDENT))
+
+
 def test_components_are_loaded_in_the_planned_formats() -> None:
     plan = values.plan(placements=(placement("transformer", dtype="bfloat16"), placement("vae")))
     setup = setup_of(plan)
@@ -43,16 +50,15 @@ def test_blocks_that_come_one_by_one_take_the_room_of_two(strategy: Strategy) ->
     whole = plan_of(Strategy.RESIDENT)
     transformer, *others = whole.plan.placements
     plan = whole.plan.model_copy(update={"placements": (placement(transformer.component, strategy), *others)})
-    one, two = run_planned(whole), run_planned(whole.model_copy(update={"plan": plan}))
+    one, two = resident(), run_planned(whole.model_copy(update={"plan": plan}))
     assert two.error is None
     assert one.vram_bytes["cuda:0"] - two.vram_bytes["cuda:0"] > 6_000_000
 
 
 def test_blocks_are_spread_over_two_cards() -> None:
-    whole = plan_of(Strategy.RESIDENT)
     shards = (Shard(device="cuda:0", first_block=0, count=3), Shard(device="cuda:1", first_block=3, count=3))
     spread = plan_of(Strategy.RESIDENT, shards=shards).model_copy(update={"vram_bytes": (4 * GIB, 4 * GIB)})
-    one, two = run_planned(whole), run_planned(spread)
+    one, two = resident(), run_planned(spread)
     assert two.error is None
     assert two.vram_bytes["cuda:1"] > 6_000_000  # half of the transformer's 15.1 MB
     assert one.vram_bytes["cuda:0"] - two.vram_bytes["cuda:0"] > 6_000_000
