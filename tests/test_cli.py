@@ -261,9 +261,6 @@ def test_what_was_predicted_and_what_came_of_it(tmp_path: Path) -> None:
 
 
 def test_the_simulator_knows_cards_by_their_id() -> None:
-    listed = run("simulate", "models", "--json")
-    assert "wan2.1-t2v-1.3b" in json.loads(listed.stdout)
     ran = run("simulate", "built-in", "--size", "64x64", "--frames", "5", "--vram", "2GiB", "--json")
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["output_shape"] == [1, 5, 64, 64, 3]
-    assert run("simulate", "no-such-model").returncode == 2

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.test_cli import run
 
 
+@pytest.mark.slow  # loads the model for each
 def test_engines_are_compared_and_make_the_same_frames() -> None:
     ran = run(
         "bench", "offload", "--engine", "stream_half", "--engine", "disk", "--frames", "5", "--steps", "2", "--json",

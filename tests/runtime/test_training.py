@@ -28,7 +28,9 @@ HELD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize(
+    "held", [one if one in ("stream", "8 bits") else pytest.param(one, marks=pytest.mark.slow) for one in HELD]
+)
 def test_a_plan_is_taken_off_for_training_and_put_on_again(held: str, batch: dict[str, Any]) -> None:  # noqa: F811
     pipe = load(DEMO)
     rest = {"strategy": Strategy.CPU, **CPU}
