@@ -181,7 +181,7 @@ class Loop:
             warm=self._warm,
             fresh=self._jobs == 1,
             versions=versions(),
-            attention=attention.words() if wanted == attention.NATIVE or notices else wanted,
+            attention=attention.words(run.plan.device) if wanted == attention.NATIVE or notices else wanted,
             notices=notices,
         )
 

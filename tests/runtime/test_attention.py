@@ -87,4 +87,5 @@ def test_memory_that_runs_out_is_no_reason_for_another_kernel(sage: list[str], m
 
 
 def test_pytorchs_own_is_named() -> None:
-    assert attention.words().startswith("PyTorch (")
+    assert attention.words("cuda:0").startswith("PyTorch (")
+    assert attention.words("cpu") == "PyTorch"

@@ -30,8 +30,10 @@ def use(name: str, module: Any, backend: str, notices: list[str], exits: ExitSta
     module.__dict__["forward"] = _guarded(name, module, module.forward, backend, notices)
 
 
-def words() -> str:
-    """PyTorch's own, with what it may choose from."""
+def words(device: str) -> str:
+    """PyTorch's own, with what it may choose from on a card."""
+    if not device.startswith("cuda"):
+        return "PyTorch"
     cuda: Any = torch.backends.cuda
     kinds = {
         "flash": cuda.flash_sdp_enabled(),
