@@ -47,8 +47,6 @@ class Task(NamedTuple):
     denoise_bytes: int
     decode_bytes: int
     tiled_bytes: int | None
-    picture: bool
-    """The pipeline starts from a picture, which its VAE encodes first."""
     factors: Factors | None = None
     """What earlier runs here taught; None: nothing."""
 
@@ -93,7 +91,6 @@ def task_of(coefficients: Coefficients, request: Request, factors: Factors | Non
         denoise_bytes=round(law.bytes(tokens) * (1 + law.max_error)),
         decode_bytes=round(coefficients.decode.bytes(*size) * (1 + coefficients.decode.max_error)),
         tiled_bytes=None if tiled is None else round(tiled.bytes(*size) * (1 + tiled.max_error)),
-        picture="ImageToVideo" in coefficients.pipeline or "I2V" in coefficients.pipeline,
         factors=factors if factors is not None and factors.runs else None,
     )
 

@@ -173,7 +173,7 @@ def test_the_whole_table_takes_under_half_a_second_of_processor_time(here: Hardw
     finally:
         gc.enable()
     assert len(rows) == 33
-    assert min(spent) < 1.0  # 0.5 where nothing else runs; tests run beside others
+    assert min(spent) < 0.5
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

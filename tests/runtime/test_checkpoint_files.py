@@ -337,7 +337,9 @@ def test_zeros_that_were_trained_are_no_damage(tmp_path: Path) -> None:
     }
     for tensors in ends.values():
         safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
-        CheckpointFiles(tmp_path).close()
+        files = CheckpointFiles(tmp_path)
+        assert sorted(files.names()) == sorted(tensors)
+        files.close()
 
 
 def test_zeros_from_a_page_on_are_damage_even_within_one_matrix(tmp_path: Path) -> None:

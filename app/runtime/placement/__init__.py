@@ -1,6 +1,7 @@
 """Apply a plan to a loaded pipeline, check it, take it off again. Prices of each strategy stand in `schema.Strategy`.
 
-    place(pipe, plan)   a pipeline on the CPU -> placed as planned; or, if anything fails, exactly as it was
+    place(pipe, plan)   a pipeline on the CPU -> placed as planned; or, if anything fails, exactly as it was, but for
+                        weights that were cast to eight bits: such a pipeline is to be loaded again
     place_or_fall_back  the same, but cards that do not work together are no reason to fail: one does it all then
     switch(pipe, plan)  from one plan to another; if the new one cannot be had, the old one is in force again
     remove(pipe)        on the CPU again, without hooks
@@ -104,7 +105,8 @@ def place_or_fall_back(pipe: Any, plan: Arrangement) -> None:
     except PlanError as error:
         cards = {one.device for one in plan.placements} - {"cpu"}
         cards |= {shard.device for one in plan.placements for shard in one.shards}
-        if len(cards) < 2 or plan.device == "cpu":
+        cast = any(one.storage_dtype is not None for one in plan.placements)  # already: it cannot be cast again
+        if len(cards) < 2 or plan.device == "cpu" or cast:
             raise
         alone = [
             one.model_copy(update={"strategy": Strategy.MODEL_OFFLOAD, "device": plan.device, "shards": ()})
@@ -123,11 +125,9 @@ def remove(pipe: Any) -> None:
         PlanError: its weights were cast to eight bits; load the pipeline again.
     """
     now = placed(pipe)
-    if now is None:
-        return
-    if now.lossy:
+    if now is not None and now.lossy:
         raise PlanError("This pipeline's weights were cast to 8 bits; to hold it otherwise, load it again.")
-    now.exits.close()
+    _take_off(pipe)
 
 
 def _take_off(pipe: Any) -> None:
