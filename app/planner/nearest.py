@@ -100,11 +100,13 @@ def smaller_sizes(card: ModelCard, request: Request) -> Iterator[tuple[int, int]
 
 def largest(candidates: Sequence[T], fits: Callable[[T], bool]) -> T | None:
     """The last of rising candidates that fits, by bisection: memory grows with each of them."""
-    low, high = 0, len(candidates)
+    if not candidates or not fits(candidates[0]):
+        return None  # most often it is the weights that do not fit: one look instead of half a dozen
+    low, high = 1, len(candidates)
     while low < high:
         middle = (low + high) // 2
         if fits(candidates[middle]):
             low = middle + 1
         else:
             high = middle
-    return candidates[low - 1] if low else None
+    return candidates[low - 1]

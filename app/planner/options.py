@@ -7,6 +7,7 @@ memory can only add plans that fit, and never yields a slower one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import combinations
 from operator import add
 from typing import Final, NamedTuple
@@ -207,9 +208,14 @@ def card_dtype(gpu: Gpu) -> str:
     return "float32" if known and not gpu.supports["fp8_storage"] else "float16"  # Pascal: fp16 at a 64th of the rate
 
 
+@lru_cache(maxsize=64)
+def _numbered(places: tuple[tuple[str, Stage], ...]) -> dict[tuple[str, Stage], int]:
+    return {place: number for number, place in enumerate(places)}
+
+
 def as_bytes(costs: Sequence[Cost], places: tuple[tuple[str, Stage], ...]) -> tuple[int, ...]:
     """Bytes by slot: what is held adds up, of what is active the largest counts. The same sums as `estimate.add_up`."""
-    numbers = {place: number for number, place in enumerate(places)}
+    numbers = _numbered(places)
     held, active = [0] * len(places), [0] * len(places)
     for cost in costs:
         for part in cost.held:
