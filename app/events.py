@@ -18,6 +18,18 @@ VIDEO_NAME = "video.mp4"
 # ------------------------------------------------------------------------------------------------- parent -> worker
 
 
+class Keep(Value):
+    """Where a run leaves what a later one can go on from (`app.runtime.resume`)."""
+
+    folder: Path
+    quota_bytes: Bytes
+    """More is not written; the run goes on without."""
+    resume: bool = False
+    """Go on from what lies there. What is damaged or of something else is not used, with a notice."""
+    seconds: Seconds | None = None
+    """Between two writings; None: as the length of the steps suggests."""
+
+
 class Run(Value):
     """Make one video and leave it, checked, as `scratch/VIDEO_NAME`. The parent moves it to `output_path`."""
 
@@ -30,6 +42,8 @@ class Run(Value):
     scratch: Path
     metadata: JsonObject
     """Embedded in the MP4 beside the report."""
+    keep: Keep | None = None
+    """None: nothing is kept on the way."""
 
 
 class Cancel(Value):

@@ -164,6 +164,7 @@ def test_killed_worker_is_4_and_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals")
+@pytest.mark.slow
 def test_progress_is_shown_in_a_terminal(tmp_path: Path) -> None:
     import pty
 
@@ -260,6 +261,7 @@ def test_what_was_predicted_and_what_came_of_it(tmp_path: Path) -> None:
     assert not any("adjusted to" in reason for reason in json.loads(run("plan", "--json").stdout)["plan"]["reasons"])
 
 
+@pytest.mark.slow
 def test_the_simulator_knows_cards_by_their_id() -> None:
     ran = run("simulate", "built-in", "--size", "64x64", "--frames", "5", "--vram", "2GiB", "--json")
     assert ran.returncode == 0, ran.stderr

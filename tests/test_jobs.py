@@ -224,7 +224,10 @@ def test_after_cancels_the_next_job_is_unchanged(shared_held: Held, shared: JobS
     assert untouched.report.output.frames_sha256 == after.report.output.frames_sha256
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    "point",
+    [point if point in ("load", "denoise:3") else pytest.param(point, marks=pytest.mark.slow) for point in POINTS],
+)
 def test_kill_9_in_every_stage(shared_held: Held, point: str) -> None:
     service = shared_held.order(point, "hard")
     job = service.submit(SMALL, owner=ME)

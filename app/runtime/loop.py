@@ -8,6 +8,7 @@ whatever a library prints goes to stderr, which the parent keeps in a log file.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import platform
 import queue
@@ -266,8 +267,11 @@ def main() -> None:
     inbox: queue.Queue[tuple[events.Run, float] | None] = queue.Queue()
     threading.Thread(target=_read_commands, args=(inbox, control), name="commands", daemon=True).start()
     threading.Thread(target=_beat, args=(channel, control), name="heartbeat", daemon=True).start()
+    gc.disable()  # importing makes a million objects that stay: looking through them again and again cost 1.4 of 8 s
     import app.runtime.pipeline  # noqa: F401, PLC0415 - seconds of torch and diffusers, with the threads already up
 
+    gc.freeze()
+    gc.enable()
     loop = Loop(channel, control)
     channel.emit(events.Ready(pid=os.getpid(), versions=versions()))
     while (item := inbox.get()) is not None:

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from app.runtime import placement
 from app.runtime.checkpoint_files import load_empty
 from app.runtime.control import Control
 from app.runtime.memory import StageClock, is_ram_error
+from app.runtime.resume import Keeper
 from app.schema import ModelCard, Plan, Request, Stage, Strategy
 
 DENOISERS = ("transformer", "transformer_2", "unet")
@@ -91,8 +92,10 @@ def _dtypes(plan: Plan) -> Any:
     return {**found, "default": main} if set(found.values()) - {main} else main
 
 
-def generate(pipe: Any, request: Request, control: Control, clock: StageClock) -> Pixels:
+def generate(pipe: Any, request: Request, control: Control, clock: StageClock, keeper: Keeper | None = None) -> Pixels:
     """Run the pipeline: text to frames of shape [num_frames, height, width, 3], 8-bit RGB.
+
+    `keeper` answers what an earlier run of the same job has computed, and keeps what this one does.
 
     Raises:
         InvalidOutput: NaN or infinite values, or frames that are black throughout.
@@ -102,13 +105,22 @@ def generate(pipe: Any, request: Request, control: Control, clock: StageClock) -
 
     def step_ended(_pipe: Any, index: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         control.check()
-        clock.step(index + 1, request.num_inference_steps)
+        computed = keeper is None or not keeper.skipping
+        if keeper is not None:
+            keeper.step_ended(index + 1, request.num_inference_steps)
+        if computed:
+            clock.step(index + 1, request.num_inference_steps)
         return tensors
 
     pipe.set_progress_bar_config(disable=True)
+    torch.manual_seed(request.seed)  # some schedulers draw noise without asking for the generator
     clock.enter(Stage.ENCODE)
     try:
-        with interruptible(pipe.components, control), _staged(pipe, request, control, clock):
+        with ExitStack() as around:
+            around.enter_context(interruptible(pipe.components, control))
+            around.enter_context(_staged(pipe, request, control, clock))
+            if keeper is not None:
+                around.enter_context(keeper.watching(pipe, denoisers(pipe), arguments["generator"]))
             output = pipe(**arguments, callback_on_step_end=step_ended)
     finally:
         # the stock call skips this when it raises, which would leave the last component on the GPU
@@ -148,6 +160,12 @@ def collect() -> None:
     """Give the memory of a pipeline that is no longer referenced back to the system and the driver."""
     gc.collect()
     torch.cuda.empty_cache()  # does nothing while CUDA was never used
+
+
+def denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
+    """What works once or more in each step."""
+    found = {name: getattr(pipe, name, None) for name in DENOISERS}
+    return {name: module for name, module in found.items() if isinstance(module, torch.nn.Module)}
 
 
 def blocks(component: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -208,8 +226,7 @@ def _staged(pipe: Any, request: Request, control: Control, clock: StageClock) ->
 
     handles = [
         module.register_forward_pre_hook(denoising, prepend=True)  # what is brought for it counts there
-        for name in DENOISERS
-        if isinstance(module := getattr(pipe, name, None), torch.nn.Module)
+        for module in denoisers(pipe).values()
     ]
     vae = getattr(pipe, "vae", None)
     own_decode = vae.__dict__.get("decode") if vae is not None else None

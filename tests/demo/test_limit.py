@@ -73,6 +73,7 @@ def test_it_ends_when_the_watching_process_is_killed() -> None:
     assert [gone(child.pid, 30) for child in children] == [True]
 
 
+@pytest.mark.slow
 def test_the_trainer_says_that_its_time_was_up(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "app.demo.train", "--smoke", "--out", str(tmp_path / "out"), "--time-limit", "0.5"]
     ran = subprocess.run(command, check=False, cwd=REPOSITORY, capture_output=True, text=True, timeout=170)

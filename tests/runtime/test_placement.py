@@ -124,17 +124,19 @@ def check(family: str, strategy: str, folder: Path) -> None:
         assert now == usual
 
 
-@pytest.mark.parametrize("strategy", ["block", "leaf_stream_low", "cpu_beside", "sharded", "stream_beside_residents"])
+@pytest.mark.parametrize("strategy", ["block", "sharded"])
 def test_the_built_in_models_video_is_the_same_however_it_is_held(strategy: str, tmp_path: Path) -> None:
     check("kandinsky", strategy, tmp_path)
 
 
-SAMPLE = list(zip([family for family in FAMILIES if family != "kandinsky"] * 3, STRATEGIES, strict=False))
+SAMPLE = list(
+    zip([family for family in FAMILIES if family not in ("kandinsky", "kandinsky_i2v")] * 3, STRATEGIES, strict=False)
+)
 
 
 @pytest.mark.parametrize(("family", "strategy"), SAMPLE)
 def test_a_video_is_the_same_however_it_is_held(family: str, strategy: str, tmp_path: Path) -> None:
-    """Each family with two of the strategies, each strategy with one family; the whole matrix is the slow test."""
+    """Each strategy with one family; the whole matrix is the slow test."""
     check(family, strategy, tmp_path)
 
 

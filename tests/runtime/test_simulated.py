@@ -464,7 +464,9 @@ def simulated(family: str, way: str) -> tuple[Frames, int, int, list[str]]:
         return video, machine.peak_bytes("cuda:0"), machine.pinned_peak_bytes, machine.hazards
 
 
-@pytest.mark.parametrize("way", PLACED)
+@pytest.mark.parametrize(
+    "way", [way if way in ("resident", "leaf_stream") else pytest.param(way, marks=pytest.mark.slow) for way in PLACED]
+)
 def test_the_built_in_model_gives_the_same_video(way: str) -> None:
     video, _, pinned, hazards = simulated("kandinsky", way)
     assert np.array_equal(video, on_cpu("kandinsky"))
@@ -472,6 +474,7 @@ def test_the_built_in_model_gives_the_same_video(way: str) -> None:
     assert (pinned > 0) == ("stream" in way)
 
 
+@pytest.mark.slow
 def test_offloading_takes_less_memory() -> None:
     peaks = {way: simulated("kandinsky", way)[1] for way in PLACED}
     assert peaks["leaf"] < peaks["resident"]
@@ -525,6 +528,7 @@ def test_a_pipeline_from_outside_can_be_adopted_and_hooked_by_accelerate() -> No
 # ----------------------------------------------------------------------------------------------------------- families
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_are_the_same_when_saved_and_loaded(family: str, tmp_path: Path) -> None:
     pipe = FAMILIES[family]()

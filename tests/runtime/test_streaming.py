@@ -568,7 +568,12 @@ def test_block_modules_as_diffusers_names_them() -> None:
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch, of a slower layer norm
 @pytest.mark.parametrize(
     ("family", "resident"),
-    [pytest.param("kandinsky", 0, marks=pytest.mark.slow), ("wan", 0), ("wan", 2), ("hunyuan", 0)],
+    [
+        pytest.param("kandinsky", 0, marks=pytest.mark.slow),
+        ("wan", 0),
+        ("wan", 2),
+        pytest.param("hunyuan", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_fp8_transport_is_diffusers_layerwise_casting(family: str, resident: int) -> None:
     def transformer() -> Any:

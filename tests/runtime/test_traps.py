@@ -124,7 +124,7 @@ def test_a_fused_lora_is_lost_library(tmp_path: Path) -> None:
     assert torch.equal(run(module, inputs), wanted)
 
 
-@pytest.mark.parametrize("strategy", ["model_offload", "leaf_stream", "block"])
+@pytest.mark.parametrize("strategy", ["model_offload", "leaf_stream", pytest.param("block", marks=pytest.mark.slow)])
 def test_a_fused_lora_is_kept(strategy: str, machine: SimulatedMachine) -> None:
     pipe, plain = FAMILIES["wan"](), FAMILIES["wan"]()
     placement.place(pipe, arrangement(pipe, STRATEGIES[strategy]))

@@ -141,10 +141,10 @@ def test_from_a_prompt_to_a_video(me: Watched, service: JobService) -> None:
 def test_reload_in_mid_run_and_a_second_tab(me: Watched) -> None:
     other = me.open()
     page = me.open()
-    page.get_by_label("Steps", exact=True).fill("30")
+    page.get_by_label("Steps", exact=True).fill("10")
     ask(page, "slow yellow star")
     now = page.locator("#now")
-    expect(now).to_contain_text(re.compile(r"step [1-9] of 30 · .* left"), timeout=LONG)
+    expect(now).to_contain_text(re.compile(r"step [1-9] of 10 · .* left"), timeout=LONG)
     expect(other.locator("#now")).to_contain_text("slow yellow star", timeout=LONG)
     page.reload()
     expect(now).to_contain_text("slow yellow star", timeout=LONG)

@@ -75,6 +75,7 @@ def test_the_same_run_gives_the_same_bytes(resident: Simulation) -> None:
     assert Simulation.model_validate_json(again.model_dump_json()) == again
 
 
+@pytest.mark.slow
 def test_replaying_changes_no_allocated_byte() -> None:
     shape = Shape(height=320, width=384, num_frames=9)
     setup = Setup(vae_tiling=True)
@@ -101,7 +102,10 @@ def grouped(name: str) -> Simulation:
     return simulate(tiny.kandinsky(), setup=transformer_as(GROUPS[name]), machine=EXACT)
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("leaf_stream", "leaf_disk") else pytest.param(name, marks=pytest.mark.slow) for name in GROUPS],
+)
 def test_group_offloading_keeps_the_transformer_off_the_gpu(name: str, resident: Simulation) -> None:
     result = grouped(name)
     weights = next(s.bytes for s in resident.peaks[0].shares if s.component == "transformer")
