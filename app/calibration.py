@@ -108,6 +108,8 @@ def factors_from(jobs: Iterable[Job], model: str, machine: str) -> Factors:
         used = job.plan.factors
         if job.status is not JobStatus.COMPLETED or job.report is None or job.plan.estimate is None or used is None:
             continue
+        if job.attempts:  # its stages were cut in pieces, and a part was done by another plan
+            continue
         if (used.model, used.machine) == (model, machine):
             runs.append((job.plan.estimate, used, job.report))
         if len(runs) == RUNS:

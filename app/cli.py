@@ -1,4 +1,4 @@
-"""The command line: serve, generate, history, probe, doctor; `cli_plan` adds plan, simulate, bench.
+"""The command line: serve, generate, probe, doctor; `cli_history` adds history, resume and replay, `cli_plan` the rest.
 
 People read the human output first; with `--json` exactly one JSON document goes to stdout and all else to stderr.
 Exit codes: 0 done, 2 bad input, 3 does not fit, 4 failed, 124 timed out, 130 canceled.
@@ -7,25 +7,17 @@ Exit codes: 0 done, 2 bad input, 3 does not fit, 4 failed, 124 timed out, 130 ca
 from __future__ import annotations
 
 import io
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from app import __version__
+from app.cli_history import history, replay, resume
 from app.cli_plan import PASSED_ON, bench, plan, simulate
-from app.config import LOCAL_OWNER
-from app.errors import GenerationCanceled, GenerationFailed, PocketreelError, TimedOut
-from app.shell import AsJson, err, guarded, out, parse_size, print_json
-
-if TYPE_CHECKING:
-    from app.jobs import JobService
-    from app.schema import Draft, Job
+from app.following import follow, opened_service, submit, tell
+from app.shell import AsJson, guarded, out, parse_size, print_json
 
 app = typer.Typer(
     name="pocketreel",
@@ -65,7 +57,7 @@ def serve(
     from app.web import server
 
     settings = load_settings(host=host, port=port, allowed_hosts=tuple(allow_host) if allow_host else None)
-    service = JobService(settings)
+    service = JobService(settings, adopt=settings.resume_by_itself)
     try:
         server.serve(
             service,
@@ -114,52 +106,9 @@ def generate(
         seed=seed,
         timeout_seconds=timeout,
     )
-    with _service() as service:
-        job = _generate(service, draft, output, overwrite=overwrite)
-    if as_json:
-        print_json(_document(job))
-    else:
-        from app.terminal import summary
-
-        out.print(summary(job), markup=False)
-    _raise_for(job, quiet=as_json)
-
-
-@app.command()
-@guarded
-def history(
-    from_file: Annotated[
-        Path | None, typer.Option("--from", help="Read the settings and the report out of an MP4 instead.")
-    ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many jobs at most.")] = 20,
-    as_json: AsJson = False,
-) -> None:
-    """List the jobs, or read what an MP4 says of itself."""
-    from app import terminal
-
-    if from_file is not None:
-        from app.mp4 import read_metadata
-
-        document = read_metadata(from_file)
-        if as_json:
-            print_json(document)
-        else:
-            out.print(terminal.metadata_summary(document), markup=False)
-        return
-    from app.config import load_settings
-    from app.store import Store
-
-    store = Store(load_settings().database)
-    try:
-        jobs = store.list(owner=LOCAL_OWNER, limit=limit)
-    finally:
-        store.close()
-    if as_json:
-        print_json([_document(job) for job in jobs])
-    elif not jobs:
-        out.print('No videos yet. Make one: pocketreel generate "a red ball bouncing on a blue background" -o clip.mp4')
-    else:
-        out.print(terminal.job_table(jobs))
+    with opened_service() as service:
+        job = follow(service, submit(service, draft, output, overwrite=overwrite))
+    tell(job, as_json=as_json)
 
 
 @app.command()
@@ -202,81 +151,9 @@ def doctor(
         raise typer.Exit(4)
 
 
-@contextmanager
-def _service() -> Iterator[JobService]:
-    from app.config import load_settings
-    from app.jobs import JobService
-
-    service = JobService(load_settings())
-    try:
-        yield service
-    finally:
-        service.close()
-
-
-@contextmanager
-def _stop_signals(stop: threading.Event) -> Iterator[None]:
-    """Ctrl-C and SIGTERM ask once for a cancel; a second Ctrl-C ends at once."""
-
-    def on_signal(_number: int, _frame: object) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    names = (signal.SIGINT, signal.SIGTERM)
-    before = {name: signal.signal(name, on_signal) for name in names}
-    try:
-        yield
-    finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)
-
-
-def _generate(service: JobService, draft: Draft, output: Path, *, overwrite: bool) -> Job:
-    from app import terminal
-    from app.schema import JobStatus
-
-    job = service.submit(draft, owner=LOCAL_OWNER, output_path=output, overwrite=overwrite)
-    for notice in job.notices:
-        err.print(f"Note: {notice.text}", markup=False)
-    stop = threading.Event()
-    with _stop_signals(stop), terminal.progress_bar(err) as bar:
-        while not job.status.final:
-            job = service.wait(job.id, owner=LOCAL_OWNER, timeout=0.2)
-            bar.show(service.progress(job.id) if job.status is JobStatus.RUNNING else None)
-            if stop.is_set():
-                service.cancel(job.id, owner=LOCAL_OWNER)
-    return job
-
-
-def _document(job: Job) -> dict[str, Any]:
-    document = job.model_dump(mode="json")
-    if job.report is not None:
-        document["report"]["total_seconds"] = job.report.total_seconds
-        document["report"]["peak_ram_bytes"] = job.report.peak_ram_bytes
-        document["report"]["peak_vram_allocated_bytes"] = job.report.peak_vram()
-        document["report"]["peak_vram_reserved_bytes"] = job.report.peak_vram(reserved=True)
-    return document
-
-
-def _raise_for(job: Job, *, quiet: bool) -> None:
-    """The exit code of a job that ended otherwise than well."""
-    from app.schema import ErrorKind, JobStatus
-
-    if job.status is JobStatus.COMPLETED:
-        return
-    error: PocketreelError
-    if job.status is JobStatus.CANCELED:
-        error = GenerationCanceled("Nothing was written.")
-    elif job.error_kind is ErrorKind.TIMEOUT:
-        error = TimedOut(job.error or "")
-    else:
-        error = GenerationFailed(job.error or "It is not known why.", kind=job.error_kind)
-    if quiet:  # the job's document is out already
-        raise typer.Exit(error.exit_code)
-    raise error
-
-
+app.add_typer(history, name="history")
+app.command()(resume)
+app.command()(replay)
 app.command()(plan)
 app.command(**PASSED_ON)(simulate)
 app.add_typer(bench, name="bench")

@@ -18,6 +18,8 @@ from pydantic_settings import (
 )
 
 from app.errors import ConfigError
+from app.plans import Stage
+from app.value import GIB
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -61,9 +63,26 @@ class Settings(BaseSettings):
     """Further names that the page may be asked for by: a proxy, a router, a container. Commas between them."""
     worker_idle_seconds: float = Field(900.0, ge=0)
     """A warm worker that long without a job gives its memory back."""
-    cancel_grace_seconds: float = Field(1.0, ge=0)
+    cancel_grace_seconds: float = Field(0.7, ge=0)
     """How long a cancel waits for the run to stop by itself before the worker's process group is ended."""
     log_files_kept: int = Field(20, ge=1)
+    resume_by_itself: bool = False
+    """After a crash or a power cut the page takes up again what had not ended; otherwise it shows a button for it."""
+    checkpoint_quota_bytes: int = Field(8 * GIB, ge=0)
+    """Of all that unfinished jobs keep to be resumed from; 0: nothing is kept."""
+    checkpoint_days: float = Field(14.0, ge=0)
+    """What nobody has resumed by then is removed."""
+    checkpoint_seconds: float | None = Field(None, ge=0)
+    """Between two writings; None: a minute or 5 % of the run, whichever is less."""
+    stall_seconds: float = Field(600.0, gt=0)
+    """A run in which nothing moves for so long, and for 20 usual steps, hangs: it is stopped, with the likely cause."""
+    stage_timeout_seconds: dict[Stage, float] = Field(default_factory=dict)
+    """Time limits of single stages, e.g. `decode = 600`; the job's own limit holds beside them."""
+    ram_floor_bytes: int = Field(200 * 2**20, ge=0)
+    """With less RAM available in the whole system a run is stopped, before the system picks a program to end."""
+    worker_max_jobs: int = Field(100, ge=1)
+    """A worker is replaced after so many jobs, or when it has grown by `worker_growth_bytes` since its first."""
+    worker_growth_bytes: int = Field(2 * GIB, ge=0)
 
     @field_validator("allowed_hosts", mode="before")
     @classmethod
@@ -98,6 +117,10 @@ class Settings(BaseSettings):
     @property
     def logs(self) -> Path:
         return self.data_dir / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.data_dir / "checkpoints"
 
     @property
     def locks(self) -> Path:

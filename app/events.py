@@ -11,7 +11,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from app.schema import Bytes, ErrorKind, JsonObject, ModelCard, Plan, Progress, Report, Request, Seconds, Value
+from app.schema import (
+    Bytes,
+    ErrorKind,
+    JsonObject,
+    ModelCard,
+    Plan,
+    Progress,
+    Receipt,
+    Report,
+    Request,
+    Seconds,
+    Stage,
+    Value,
+)
 
 VIDEO_NAME = "video.mp4"
 
@@ -30,6 +43,21 @@ class Keep(Value):
     """Between two writings; None: as the length of the steps suggests."""
 
 
+class Limits(Value):
+    """What the parent watches for while a run is on its way."""
+
+    spent_seconds: Seconds = 0.0
+    """Of the job's time limit, by tries before this one."""
+    stage_seconds: dict[Stage, Seconds] = Field(default_factory=dict)
+    """Time limits of single stages; those that are missing have none but the job's."""
+    stall_seconds: dict[Stage, Seconds] = Field(default_factory=dict)
+    """Without any progress for so long, it hangs. Stages that are missing are not watched."""
+    stall_factor: float = 20.0
+    """The same in times of a usual step, where that is longer."""
+    ram_floor_bytes: Bytes = 0
+    """With less RAM than this available in the whole system the run is ended, before the system picks what to end."""
+
+
 class Run(Value):
     """Make one video and leave it, checked, as `scratch/VIDEO_NAME`. The parent moves it to `output_path`."""
 
@@ -44,6 +72,7 @@ class Run(Value):
     """Embedded in the MP4 beside the report."""
     keep: Keep | None = None
     """None: nothing is kept on the way."""
+    limits: Limits = Limits()
 
 
 class Cancel(Value):
@@ -53,13 +82,19 @@ class Cancel(Value):
     job_id: str
 
 
+class Dump(Value):
+    """Write the stacks of all threads to the log: the parent wants to know where it hangs."""
+
+    type: Literal["dump"] = "dump"
+
+
 class Shutdown(Value):
     """Finish and exit."""
 
     type: Literal["shutdown"] = "shutdown"
 
 
-Command = Annotated[Run | Cancel | Shutdown, Field(discriminator="type")]
+Command = Annotated[Run | Cancel | Dump | Shutdown, Field(discriminator="type")]
 
 # ------------------------------------------------------------------------------------------------- worker -> parent
 
@@ -86,6 +121,8 @@ class Heartbeat(Value):
     type: Literal["heartbeat"] = "heartbeat"
     job_id: str | None
     rss_bytes: int
+    vram_bytes: dict[str, int] = Field(default_factory=dict)
+    """Reserved by torch, by device."""
 
 
 class Completed(Value):
@@ -104,11 +141,15 @@ class Failed(Value):
     usable: bool
     report: Report | None = None
     """The stages that had ended by then."""
+    progress: Progress | None = None
+    """Where it was."""
 
 
 class Canceled(Value):
     type: Literal["canceled"] = "canceled"
     job_id: str
+    receipt: Receipt | None = None
+    """None: it had not begun."""
 
 
 Event = Annotated[Ready | Progressed | Heartbeat | Completed | Failed | Canceled, Field(discriminator="type")]

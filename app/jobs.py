@@ -7,7 +7,6 @@ two processes on one data folder (the page and a command line) share it, and wha
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import threading
 import time
@@ -18,13 +17,15 @@ from typing import Any
 
 import psutil
 
-from app import __version__, calibration, events, hardware, planner, presets
+from app import calibration, hardware, planner, presets
 from app.config import Settings
-from app.errors import InvalidRequest, NotFound, PlanError, StoreError
-from app.outputs import check_output, scratch_of
+from app.errors import InvalidRequest, NotFound, PocketreelError, StoreError
+from app.outputs import check_output
 from app.records import Instance, Records
 from app.resolve import resolve
+from app.runner import Planned, Runner, Watcher
 from app.schema import (
+    Attempt,
     Backend,
     Draft,
     ErrorKind,
@@ -37,12 +38,11 @@ from app.schema import (
     Notice,
     Plan,
     Progress,
-    Report,
     Request,
     Value,
 )
 from app.store import Store
-from app.worker import Outcome, Worker
+from app.worker import Worker
 
 STORE_POLL_SECONDS = 0.3
 """Between two looks for a cancel that another process left in the store."""
@@ -66,8 +66,12 @@ class Preview(Value):
 class JobService:
     """All that the page and the command line do with jobs. Thread-safe."""
 
-    def __init__(self, settings: Settings, *, worker: Worker | None = None) -> None:
-        """Open the data folder and recover what a crash left. `worker` None makes the program's own.
+    def __init__(self, settings: Settings, *, worker: Worker | None = None, adopt: bool = False) -> None:
+        """Open the data folder and recover what a crash left.
+
+        Args:
+            worker: None makes the program's own.
+            adopt: take up again at once what a crash has interrupted; else it waits for `resume`.
 
         Raises:
             StoreError: the data folder cannot be used.
@@ -86,7 +90,7 @@ class JobService:
             ) from error
         self._closing = False
         self._records = Records(self.store, impatient=lambda: self._closing)
-        self._records.recover(self._instance)
+        interrupted = self._records.recover(self._instance)
         self._recovered_at = time.monotonic()
         self._worker = worker or Worker(
             settings.logs,
@@ -98,12 +102,15 @@ class JobService:
         self._running: str | None = None
         self._canceled = threading.Event()
         self._canceled_by_owner = False
-        self._last_report: Report | None = None
+        self._runner = Runner(settings, self.store, self._records, self._worker, self._plan)
         self._kept_learned: tuple[Any, Learned] | None = None
         self._progress: dict[str, Progress] = {}
         self._served: dict[str, float] = {}
-        self._runner = threading.Thread(target=self._serve, name="runner", daemon=True)
-        self._runner.start()
+        self._thread = threading.Thread(target=self._serve, name="runner", daemon=True)
+        if adopt:
+            self._adopt(interrupted)
+        self._sweep()
+        self._thread.start()
 
     # ------------------------------------------------------------------------------------------------ for callers
 
@@ -169,6 +176,40 @@ class JobService:
             self._changed.notify_all()
         return self.get(job_id, owner=owner)
 
+    def resume(self, job_id: str, *, owner: str, timeout_seconds: float | None = None) -> Job:
+        """Queue a job again that failed for a reason that may have passed; it goes on from what was kept of it.
+
+        Raises:
+            NotFound: no such job, or somebody else's.
+            BadInput: it cannot be resumed, or its model or folder is not there any more.
+            PlanError: it does not fit this machine.
+        """
+        job = self.get(job_id, owner=owner)
+        if not job.resumable or job.error_kind is None:
+            if job.error_kind is None:
+                raise InvalidRequest(f"The job {job_id} is {job.status}, so there is nothing to resume.")
+            raise InvalidRequest(
+                f"The job {job_id} would fail again in the same way: {job.error} Make it anew instead."
+            )
+        card = presets.find_card(self.catalogue, job.request.model)
+        request = job.request
+        if timeout_seconds is not None:
+            request = request.model_copy(update={"timeout_seconds": timeout_seconds})
+        plan = self._plan(request, card).plan
+        # that a file has come to be there since is no reason to refuse hours of work: it gets another name then
+        check_output(job.output_path, overwrite=True)
+        attempt = Attempt(at=datetime.now(UTC), kind=job.error_kind, message=job.error or "", then="resumed")
+        with self._changed:
+            resumed = self.store.resume(
+                job_id, runner=self._instance.name, request=request, plan=plan, attempts=(*job.attempts, attempt)
+            )
+            if resumed is None:
+                raise InvalidRequest(f"The job {job_id} is being resumed already.")
+            self._records.saved(job_id)
+            self._pending.append((resumed, card))
+            self._changed.notify_all()
+        return resumed
+
     def get(self, job_id: str, *, owner: str) -> Job:
         """Raises NotFound for an unknown job and for somebody else's alike."""
         job = self._records.get(job_id)
@@ -206,7 +247,7 @@ class JobService:
             self._closing = True
             self._canceled.set()
             self._changed.notify_all()
-        self._runner.join()
+        self._thread.join()
         self._worker.stop()
         self._instance.release()
         self.store.close()
@@ -222,24 +263,28 @@ class JobService:
                 field="preset",
             )
         request, notices = resolve(draft, card, preset)
-        return Preview(request=request, notices=notices, plan=self._plan(request, card)), card
+        return Preview(request=request, notices=notices, plan=self._plan(request, card).plan), card
 
-    def _plan(self, request: Request, card: ModelCard) -> Plan:
-        """Against the machine as it is now: other programs come and go."""
+    def _plan(self, request: Request, card: ModelCard, **limits: int) -> Planned:
+        """Against the machine as it is now: other programs come and go. `limits` tighten the preset's."""
         found = self._with_own_worker(hardware.probe(self.settings))
         if nvidia := [gpu.uuid for gpu in found.gpus if gpu.backend is Backend.CUDA]:
             # by UUID, so that torch counts them as the probe does whatever CUDA_DEVICE_ORDER says
             self._worker.environment = {"CUDA_VISIBLE_DEVICES": ",".join(nvidia)}
         preset = self.catalogue.hardware[request.preset]
-        return planner.plan(
+        if "ram_limit_bytes" in limits:
+            preset = preset.model_copy(update={"prefer_disk": True})
+        tighter = {name: min(value, getattr(preset, name) or value) for name, value in limits.items()}
+        plan = planner.plan(
             found,
             card,
             request,
-            preset,
+            preset.model_copy(update=tighter),
             presets.tensor_counts(card),
             learned=self._learned(card, found),
             presets=self.catalogue.hardware.values(),
         )
+        return Planned(plan, found)
 
     def _learned(self, card: ModelCard, found: Hardware) -> Learned | None:
         """From the history; kept until it changes, because a preview comes with every key that is pressed."""
@@ -264,7 +309,8 @@ class JobService:
             held_ram = int(psutil.Process(pid).memory_info().rss)
         except psutil.Error:  # it has just ended
             return found
-        reserved = self._last_report.peak_vram(reserved=True) if self._last_report is not None else {}
+        last = self._runner.last
+        reserved = last.report.peak_vram(reserved=True) if last is not None else {}
 
         def free(gpu: Gpu) -> int:
             told = [process.used_bytes for process in gpu.processes if process.pid == pid]
@@ -283,7 +329,7 @@ class JobService:
         while (taken := self._take()) is not None:
             job, card = taken
             try:
-                self._run(job, card)
+                self._runner.run(job, card, self._watcher(job.id))
             except Exception as error:  # noqa: BLE001 - the runner must outlive any one job
                 _log.exception("job %s", job.id)
                 self._records.fail(job, ErrorKind.INVALID, f"Pocketreel itself failed: {type(error).__name__}: {error}")
@@ -293,9 +339,7 @@ class JobService:
                     self._progress.pop(job.id, None)
                     self._changed.notify_all()
         for job, _ in self._pending:
-            self._records.fail(
-                job, ErrorKind.INTERRUPTED, "Pocketreel was closed before this job began. Submit it again."
-            )
+            self._records.fail(job, ErrorKind.INTERRUPTED, "Pocketreel was closed before this job began. Resume it.")
 
     def _take(self) -> tuple[Job, ModelCard] | None:
         """The next job, which counts as running from now on; None when the service closes."""
@@ -324,49 +368,36 @@ class JobService:
                 self._records.recover(self._instance)
             except StoreError:
                 _log.exception("looking for jobs of dead processes")
+            self._sweep()
 
-    def _run(self, job: Job, card: ModelCard) -> None:
+    def _sweep(self) -> None:
+        """What is kept for nobody goes."""
         try:
-            plan = self._plan(job.request, card)
-            log = self._worker.ensure_started()
-        except PlanError as error:  # it did fit when it was submitted
-            self._records.fail(job, ErrorKind.RAM if re.search(r"\bRAM\b", str(error)) else ErrorKind.OOM, str(error))
-            return
-        except OSError as error:
-            where = self.settings.data_dir
-            self._records.fail(
-                job, ErrorKind.DISK, f"No worker could be started: {error}. Check the disk that holds {where}."
-            )
-            return
-        started = self.store.start(job.id, at=datetime.now(UTC), log_path=log, plan=plan)
-        if started is None:
-            return  # canceled while it waited
-        self._notify()
-        run = events.Run(
-            job_id=job.id,
-            request=job.request,
-            plan=plan,
-            card=card,
-            output_path=job.output_path,
-            scratch=scratch_of(job),
-            metadata={
-                "pocketreel": __version__,
-                "job": job.id,
-                "model": card.model_dump(
-                    mode="json", include={"id", "title", "repo_id", "revision", "license", "pipeline"}
-                ),
-                "request": job.request.model_dump(mode="json"),
-                # how it was held and why; the ladder and the parts of the estimate stay in the history
-                "plan": plan.model_dump(mode="json", exclude={"ladder", "estimate"}),
-            },
+            self._runner.sweep()
+        except StoreError:
+            _log.exception("looking for what is kept for nobody")
+
+    def _adopt(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            try:
+                self.resume(job.id, owner=job.owner)
+            except PocketreelError as error:  # its model or the memory is not there any more: the person decides
+                _log.warning("job %s cannot be resumed: %s", job.id, error)
+
+    def _watcher(self, job_id: str) -> Watcher:
+        def on_progress(progress: Progress | None) -> None:
+            with self._changed:
+                if progress is None:
+                    self._progress.pop(job_id, None)
+                else:
+                    self._progress[job_id] = progress
+                self._changed.notify_all()
+
+        return Watcher(
+            canceled=self._cancel_watch(job_id),
+            closing=lambda: self._closing and not self._canceled_by_owner,
+            on_progress=on_progress,
         )
-
-        def on_progress(progress: Progress) -> None:
-            self._progress[job.id] = progress
-            self._notify()
-
-        outcome = self._worker.run(run, canceled=self._cancel_watch(job.id), on_progress=on_progress)
-        self._record(job, outcome, log)
 
     def _cancel_watch(self, job_id: str) -> Callable[[], bool]:
         """Whether a cancel came: by this process at once, by another one on the same data folder from the store."""
@@ -387,18 +418,6 @@ class JobService:
 
         return canceled
 
-    def _record(self, job: Job, outcome: Outcome, log: Path) -> None:
-        if isinstance(outcome, events.Completed):
-            self._last_report = outcome.report
-            self._records.complete(job, outcome.report)
-        elif isinstance(outcome, events.Failed):
-            message = outcome.message if str(log) in outcome.message else f"{outcome.message} The log: {log}"
-            self._records.fail(job, outcome.kind, message, report=outcome.report)
-        elif self._closing and not self._canceled_by_owner:
-            self._records.fail(job, ErrorKind.INTERRUPTED, "Pocketreel was closed while this job ran. Submit it again.")
-        else:
-            self._records.finish(job, JobStatus.CANCELED)
-
     def _in_order(self) -> Sequence[tuple[Job, ModelCard]]:
         """Owners take turns; each owner's own jobs in the order they came."""
         turns: dict[str, int] = {}
@@ -408,7 +427,3 @@ class JobService:
             turns[job.owner] = turn + 1
             keyed.append((turn, self._served.get(job.owner, 0.0), index, (job, card)))
         return [item for *_, item in sorted(keyed, key=lambda entry: entry[:3])]
-
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()

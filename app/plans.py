@@ -178,6 +178,8 @@ class Arrangement(Value):
     plan was made."""
     placements: tuple[Placement, ...]
     vae_tiling: bool = False
+    vae_tile_divisor: int = Field(1, ge=1)
+    """Tiles have sides so many times shorter than the VAE's own; not planned, but tried when those do not fit."""
     attention_backend: str = "native"
     """diffusers' name: `native` (PyTorch's own), `flash`, `sage`. Where it is missing, PyTorch's own is used."""
     threads: int | None = None

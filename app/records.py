@@ -19,7 +19,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from app import events
+from app import events, flight
 from app.errors import BadInput, StoreError
 from app.mp4 import read_metadata
 from app.outputs import publish_somehow, scratch_of
@@ -28,6 +28,9 @@ from app.store import Store
 
 SAVE_PAUSES = (0.2, 1.0, 5.0)
 """Between attempts to save how a job ended: a full disk or a lock often passes."""
+
+TIMELINE_KEPT = 24
+"""Samples of a run's memory that the history keeps."""
 
 _log = logging.getLogger(__name__)
 
@@ -104,9 +107,10 @@ class Records:
             else:
                 return
 
-    def fail(self, job: Job, kind: ErrorKind, message: str, report: Report | None = None) -> None:
+    def fail(self, job: Job, kind: ErrorKind, message: str, report: Report | None = None, **changes: Any) -> None:
         """It ended badly; `message` says what to do."""
-        self.finish(job, JobStatus.FAILED, error_kind=kind, error=message, report=report)
+        thinned = thin(report) if report is not None else None
+        self.finish(job, JobStatus.FAILED, error_kind=kind, error=message, report=thinned, **changes)
 
     def complete(self, job: Job, report: Report) -> None:
         """Put the checked file into place, then record it."""
@@ -132,31 +136,51 @@ class Records:
             )
         output = report.output.model_copy(update={"path": path}) if report.output is not None else None
         report = report.model_copy(update={"output": output})
-        self.finish(job, JobStatus.COMPLETED, report=report, output_path=path, notices=notices)
+        changes = {"output_path": path, "notices": notices, "attempts": job.attempts, "plan": job.plan}
+        now = job.model_copy(update={**changes, "report": report, "status": JobStatus.COMPLETED})
+        flight.write_beside(path, flight.record(now.model_copy(update={"finished_at": datetime.now(UTC)})))
+        self.finish(job, JobStatus.COMPLETED, report=thin(report), **changes)
 
-    def recover(self, instance: Instance) -> None:
+    def saved(self, job_id: str) -> None:
+        """The store knows better than the memory now."""
+        self._unsaved.pop(job_id, None)
+
+    def recover(self, instance: Instance) -> Sequence[Job]:
         """Settle what dead instances left, remove their half-written folders and lock files.
+
+        Returns those that were interrupted, in the order in which they came.
 
         Raises:
             StoreError: the store cannot be read.
         """
         dead: dict[str, bool] = {}
+        interrupted = []
         for job, runner in self._store.unfinished():
             if runner not in dead:
                 dead[runner] = instance.is_dead(runner)
-            if dead[runner]:
-                self._settle(job)
+            if dead[runner] and not self._settle(job):
+                interrupted.append(job)
         instance.sweep()
+        return interrupted
 
-    def _settle(self, job: Job) -> None:
-        """A job whose process died: completed if its video is in place, else interrupted."""
+    def _settle(self, job: Job) -> bool:
+        """A job whose process died: completed (True) if its video is in place, else interrupted."""
         shutil.rmtree(scratch_of(job), ignore_errors=True)
         try:
             found = read_metadata(job.output_path)
         except BadInput:
             found = {}
         if found.get("job") == job.id:
-            self.finish(job, JobStatus.COMPLETED, report=Report.model_validate(found["report"]))
-        else:
-            message = "Pocketreel ended (crash, power cut or kill) before this job did. Submit it again."
-            self.fail(job, ErrorKind.INTERRUPTED, message)
+            self.finish(job, JobStatus.COMPLETED, report=thin(Report.model_validate(found["report"])))
+            return True
+        message = (
+            "Pocketreel ended (crash, power cut or kill) before this job did. Resume it: it goes on from what was kept."
+        )
+        self.fail(job, ErrorKind.INTERRUPTED, message)
+        return False
+
+
+def thin(report: Report) -> Report:
+    """With less of the timeline: the history is read again and again, the whole lies beside the video."""
+    every = -(-len(report.timeline) // TIMELINE_KEPT) or 1
+    return report.model_copy(update={"timeline": report.timeline[::-1][::every][::-1]})

@@ -1,7 +1,8 @@
 """The values that flow through the program: frozen, validated, JSON-ready. Sizes in bytes, times in seconds.
 
 Names are diffusers' argument names where diffusers has one. Predicted against measured is derived, never stored.
-The base and the units are in `value`, what a plan is made of in `plans`, both are names of this module too.
+The base and the units are in `value`, what a plan is made of in `plans`, what happened on the way in `attempts`; their
+names are names of this module too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from app.attempts import RESUMABLE, Attempt, ErrorKind, Progress, Receipt, Sample
 from app.coefficients import Coefficients
 from app.plans import Arrangement, Estimate, Factors, Learned, Placement, Plan, Shard, Stage, Strategy
 from app.value import GIB, Bytes, Seconds, Value
@@ -20,6 +22,7 @@ from app.value import GIB, Bytes, Seconds, Value
 __all__ = [
     "GIB",
     "Arrangement",
+    "Attempt",
     "Backend",
     "Bytes",
     "Coefficients",
@@ -45,8 +48,10 @@ __all__ = [
     "Placement",
     "Plan",
     "Progress",
+    "Receipt",
     "Report",
     "Request",
+    "Sample",
     "Seconds",
     "Shard",
     "Stage",
@@ -54,6 +59,8 @@ __all__ = [
     "Strategy",
     "Value",
 ]
+
+JsonObject = dict[str, Any]
 
 # --------------------------------------------------------------------------------------------------------- hardware
 
@@ -292,18 +299,7 @@ class JobStatus(StrEnum):
         return self in (JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.CANCELED)
 
 
-class ErrorKind(StrEnum):
-    """Why a job failed. The page and `--json` name it; the message beside it says what to do."""
-
-    OOM = "oom"
-    RAM = "ram"
-    TIMEOUT = "timeout"
-    STALL = "stall"
-    CRASH = "crash"
-    INTERRUPTED = "interrupted"
-    INVALID = "invalid"
-    BLACK = "black"
-    DISK = "disk"
+TIMELINE_SAMPLES = 240
 
 
 class StageReport(Value):
@@ -352,6 +348,10 @@ class Report(Value):
     """What computed attention, in words."""
     notices: tuple[str, ...] = ()
     """What went otherwise than planned, in words; the video is as it should be."""
+    resumed_at: int = 0
+    """Denoising steps that an earlier try had done; they are not in the seconds."""
+    timeline: tuple[Sample, ...] = ()
+    """Memory from the beginning to the end, at most `TIMELINE_SAMPLES` moments."""
     output: OutputReport | None = None
 
     @property
@@ -370,16 +370,6 @@ class Report(Value):
             for device, value in by_device.items():
                 peaks[device] = max(peaks.get(device, 0), value)
         return peaks
-
-
-class Progress(Value):
-    """Where a running job is. `step` counts finished steps of the stage, `total` is 0 where a stage has no steps."""
-
-    stage: Stage
-    step: int = 0
-    total: int = 0
-    eta_seconds: Seconds | None = None
-    """To the end of the stage; None until two steps are known."""
 
 
 class Job(Value):
@@ -401,13 +391,21 @@ class Job(Value):
     error: str | None = None
     report: Report | None = None
     log_path: Path | None = None
+    facts: JsonObject = Field(default_factory=dict)
+    """Of the model and the machine, from when it began (`flight.facts_of`)."""
+    attempts: tuple[Attempt, ...] = ()
+    """Tries before the present or last one."""
+    receipt: Receipt | None = None
+    """Of a cancel that stopped it while it ran."""
+
+    @property
+    def resumable(self) -> bool:
+        """Whether it can be taken up again, from what was kept of it or else from the start."""
+        return self.status is JobStatus.FAILED and self.error_kind in RESUMABLE
 
     @property
     def seconds(self) -> float | None:
         """Wall time from start to end, None while it has not ended."""
         if self.started_at is None or self.finished_at is None:
             return None
-        return (self.finished_at - self.started_at).total_seconds()
-
-
-JsonObject = dict[str, Any]
+        return max(0.0, (self.finished_at - self.started_at).total_seconds())  # somebody may set the clock back

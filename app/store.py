@@ -120,11 +120,29 @@ class Store:
         """pending -> running; None if it is not pending any more (canceled meanwhile)."""
         return self._change(job_id, (JobStatus.PENDING,), {"status": JobStatus.RUNNING, "started_at": at, **changes})
 
+    def note(self, job_id: str, **changes: Any) -> Job | None:
+        """Something about a job that runs; None if it has ended."""
+        return self._change(job_id, (JobStatus.RUNNING,), changes)
+
+    def resume(self, job_id: str, *, runner: str, **changes: Any) -> Job | None:
+        """failed -> pending, for a runner of its own; None if it has not failed (any more)."""
+        anew = {"status": JobStatus.PENDING, "started_at": None, "finished_at": None, "error_kind": None, "error": None}
+        return self._change(job_id, (JobStatus.FAILED,), {**anew, **changes}, runner=runner)
+
+    def failed(self) -> Sequence[Job]:
+        """Jobs that have failed, newest first."""
+        rows = self._query(
+            "SELECT document FROM jobs WHERE status = ? ORDER BY seq DESC LIMIT 500", (JobStatus.FAILED,)
+        )
+        return [job for job, _ in self._read(rows)]
+
     def finish(self, job_id: str, *, status: JobStatus, at: datetime, **changes: Any) -> Job | None:
         """To a final status; None if it had ended already, which then stands."""
         return self._change(job_id, _OPEN, {"status": status, "finished_at": at, **changes})
 
-    def _change(self, job_id: str, allowed: tuple[JobStatus, ...], changes: dict[str, Any]) -> Job | None:
+    def _change(
+        self, job_id: str, allowed: tuple[JobStatus, ...], changes: dict[str, Any], runner: str | None = None
+    ) -> Job | None:
         with self._transaction() as db:
             row = db.execute("SELECT document FROM jobs WHERE id = ?", (job_id,)).fetchone()
             if row is None:
@@ -136,6 +154,8 @@ class Store:
             db.execute(
                 "UPDATE jobs SET status = ?, document = ? WHERE id = ?", (job.status, job.model_dump_json(), job_id)
             )
+            if runner is not None:  # it begins anew there, and what was asked before does not count
+                db.execute("UPDATE jobs SET runner = ?, cancel_requested = 0 WHERE id = ?", (runner, job_id))
             return job
 
     def _read(self, rows: Sequence[Any]) -> Sequence[tuple[Job, Any]]:

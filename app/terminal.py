@@ -45,8 +45,14 @@ def summary(job: Job) -> str:
         f"seed {request.seed}"
     )
     lines.append(f"  plan: {'; '.join(job.plan.reasons)}")
+    for attempt in job.attempts:
+        at = f" during {attempt.progress.stage}" if attempt.progress is not None else ""
+        lines.append(f"  a try before ended{at} ({attempt.kind}): {plain(attempt.message)} Then: {attempt.then}")
     if job.report is not None:
         lines += [f"  {line}" for line in report_lines(job.report)]
+    if job.receipt is not None:
+        back = max(0, job.receipt.ram_before_bytes - job.receipt.ram_after_bytes)
+        lines.append(f"  canceled within {job.receipt.seconds:.1f} s; {format_bytes(back)} of RAM came back")
     return "\n".join(lines)
 
 
@@ -58,6 +64,8 @@ def report_lines(report: Report) -> list[str]:
         stages,
         f"peak RAM {format_bytes(report.peak_ram_bytes)}",
     ]
+    if report.resumed_at:
+        lines.append(f"{report.resumed_at} steps were done by an earlier try")
     if report.attention:
         lines.append(f"attention by {report.attention}")
     lines += report.notices

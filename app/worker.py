@@ -1,8 +1,8 @@
 """Parent side of a worker process: spawn, stream its events, cancel, enforce the time limit, end it, replace it.
 
 The worker is `app.runtime.loop` in a process group of its own, so that it and its ffmpeg are ended together. Each wait
-looks at death first, then at the deadline, then at a cancel. A run always ends with exactly one of Completed, Failed
-and Canceled, whatever the process does.
+looks at death first, then at what `watch` finds (deadlines, standstill, RAM), then at a cancel. A run always ends with
+exactly one of Completed, Failed and Canceled, whatever the process does.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ import psutil
 
 from app import events
 from app.errors import WorkerCrashed
-from app.schema import ErrorKind, JsonObject, Progress, Stage, Value
+from app.schema import ErrorKind, JsonObject, Progress, Receipt, Value
+from app.watch import Watch, oom_kills
 
 Outcome = events.Completed | events.Failed | events.Canceled
 
 TERMINATE_SECONDS = 0.3
 """Between asking a process to end and ending it by force. It holds nothing that is worth a longer wait."""
+DUMP_SECONDS = 0.5
+"""For the stacks of a worker that hangs to come into its log."""
+LOG_BYTES = 4 * 2**20
+"""A log that is longer is cut to its last quarter before the next job."""
 _TICK_SECONDS = 0.05
 _ROOT = str(Path(__file__).resolve().parent.parent)
 # -P and an explicit root: `-m` would put the working folder first, where any folder called `app` would shadow ours
@@ -64,7 +69,7 @@ class _Process:
         self.log = log
         self.events: queue.Queue[events.Event | None] = queue.Queue()
         self._outbox: queue.Queue[bytes | None] = queue.Queue()
-        with log.open("wb") as stderr:
+        with log.open("ab") as stderr:  # each write at the end, wherever that is: `_shorten` may have moved it
             self._popen = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -97,6 +102,15 @@ class _Process:
     def send(self, command: Value) -> None:
         """Never blocks; to a process that has just died, nothing is sent, and the end of its events says so."""
         self._outbox.put(events.encode(command))
+
+    def dump(self) -> None:
+        """Have the stacks of all its threads written to the log."""
+        if hasattr(signal, "SIGUSR1"):  # also when no Python runs in it, which a command could not reach
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGUSR1)
+        else:
+            self.send(events.Dump())
+        self.wait(DUMP_SECONDS)
 
     def wait(self, seconds: float) -> int | None:
         """Its exit status (negative: the signal), None if it still lives after `seconds`."""
@@ -159,6 +173,7 @@ class Worker:
         self._grace = cancel_grace_seconds
         self._kept = log_files_kept
         self._process: _Process | None = None
+        self._beat: events.Heartbeat | None = None
         self.idle_since = time.monotonic()
 
     @property
@@ -178,7 +193,9 @@ class Worker:
             OSError: the log folder cannot be written, or the system starts no more processes.
         """
         if self._process is not None and self._process.alive:
+            _shorten(self._process.log)
             return self._process.log
+        self._beat = None
         self._logs.mkdir(parents=True, exist_ok=True)
         for old in sorted(self._logs.glob("worker-*.log"))[: -self._kept + 1 or None]:
             with suppress(OSError):  # on Windows that of another living worker cannot be removed
@@ -236,39 +253,74 @@ class Worker:
         canceled: Callable[[], bool],
         on_progress: Callable[[Progress], None],
     ) -> Outcome:
-        deadline = time.monotonic() + run.request.timeout_seconds
-        stage, asked_at = Stage.LOAD, None
+        watch = Watch(run, process.pid)
+        kills = oom_kills()
+        asked_at: float | None = None
         while True:
             with suppress(queue.Empty):
                 event = process.events.get(timeout=_TICK_SECONDS)
                 if event is None:
-                    return self._ended(run, process, stage, was_canceled=asked_at is not None)
+                    return self._ended(run, process, watch, kills, asked_at)
                 if isinstance(event, Outcome) and event.job_id == run.job_id:
-                    return event
+                    return _told(event, watch, asked_at)
                 if isinstance(event, events.Progressed) and event.job_id == run.job_id:
-                    stage = event.progress.stage
+                    watch.saw(event.progress)
                     on_progress(event.progress)
-            now = time.monotonic()
-            if now > deadline:
+                elif isinstance(event, events.Heartbeat):
+                    self._beat = event
+            if (found := watch.look()) is not None:
+                kind, message = found
+                if kind is ErrorKind.STALL:
+                    process.dump()
                 self.kill()
-                return _failed(
-                    run,
-                    ErrorKind.TIMEOUT,
-                    f"The time limit of {run.request.timeout_seconds:g} s passed during the stage {stage}, so the run "
-                    "was stopped. Raise the limit, or choose fewer steps, fewer frames or a smaller size.",
-                )
+                return _failed(run, kind, message, watch)
+            now = time.monotonic()
             if asked_at is None and canceled():
                 asked_at = now
                 process.send(events.Cancel(job_id=run.job_id))
             if asked_at is not None and now - asked_at > self._grace:
-                self.kill()
-                return events.Canceled(job_id=run.job_id)
+                return self._forced(run, asked_at)
 
-    def _ended(self, run: events.Run, process: _Process, stage: Stage, *, was_canceled: bool) -> Outcome:
-        status = process.wait(1.0)
+    def _forced(self, run: events.Run, asked_at: float) -> events.Canceled:
+        """It did not stop by itself: its process does."""
+        beat = self._beat
+        held = self.rss_bytes()
         self.kill()
-        if was_canceled:
-            return events.Canceled(job_id=run.job_id)
+        receipt = Receipt(
+            seconds=time.monotonic() - asked_at,
+            forced=True,
+            ram_before_bytes=held,
+            ram_after_bytes=0,
+            vram_before_bytes=beat.vram_bytes if beat is not None else {},
+            vram_after_bytes=dict.fromkeys(beat.vram_bytes, 0) if beat is not None else {},
+        )
+        return events.Canceled(job_id=run.job_id, receipt=receipt)
+
+    def rss_bytes(self) -> int:
+        """What the process holds of RAM; 0 without one."""
+        pid = self.pid
+        try:
+            return int(psutil.Process(pid).memory_info().rss) if pid is not None else 0
+        except psutil.Error:  # it has just ended
+            return 0
+
+    def _ended(
+        self, run: events.Run, process: _Process, watch: Watch, kills: int | None, asked_at: float | None
+    ) -> Outcome:
+        status = process.wait(1.0)
+        stage = watch.progress.stage
+        if asked_at is not None:
+            return self._forced(run, asked_at)
+        self.kill()
+        now_killed = oom_kills()
+        if status in (-signal.SIGKILL, 128 + signal.SIGKILL) and kills is not None and now_killed != kills:
+            return _failed(
+                run,
+                ErrorKind.RAM,
+                f"The system ended the worker process during the stage {stage} because memory (RAM) ran out. Close "
+                "other programs, or choose a smaller size or fewer frames.",
+                watch,
+            )
         hint = "Generate again; if it happens again, the log says more"
         if status is None:
             how = "spoke nonsense and was ended"
@@ -276,17 +328,26 @@ class Worker:
             how = f"ended by itself (signal {_signal_name(-status)})"
         else:
             how = f"ended by itself (status {status})"
-        if status == -9:
+        if status == -signal.SIGKILL and now_killed is None:
             hint = (
                 "Often the system does this when memory (RAM) runs out: close other programs or choose a smaller size"
             )
-        return _failed(
-            run, ErrorKind.CRASH, f"The worker process {how} during the stage {stage}. {hint}: {process.log}"
-        )
+        message = f"The worker process {how} during the stage {stage}. {hint}: {process.log}"
+        return _failed(run, ErrorKind.CRASH, message, watch)
 
 
-def _failed(run: events.Run, kind: ErrorKind, message: str) -> events.Failed:
-    return events.Failed(job_id=run.job_id, kind=kind, message=message, usable=False)
+def _told(event: Outcome, watch: Watch, asked_at: float | None) -> Outcome:
+    """The worker's own word, with what only the parent knows."""
+    if isinstance(event, events.Failed) and event.progress is None:
+        return event.model_copy(update={"progress": watch.progress})
+    if isinstance(event, events.Canceled) and event.receipt is not None and asked_at is not None:
+        receipt = event.receipt.model_copy(update={"seconds": time.monotonic() - asked_at})
+        return event.model_copy(update={"receipt": receipt})
+    return event
+
+
+def _failed(run: events.Run, kind: ErrorKind, message: str, watch: Watch) -> events.Failed:
+    return events.Failed(job_id=run.job_id, kind=kind, message=message, usable=False, progress=watch.progress)
 
 
 def _listen(stream: IO[bytes], inbox: queue.Queue[events.Event | None]) -> None:
@@ -303,6 +364,18 @@ def _write(stream: IO[bytes], outbox: queue.Queue[bytes | None]) -> None:
         while (data := outbox.get()) is not None:
             stream.write(data)
             stream.flush()
+
+
+def _shorten(log: Path) -> None:
+    """A worker may live for weeks, and some libraries write much."""
+    with suppress(OSError):  # on Windows its writer may forbid it; the next worker has a new one
+        if log.stat().st_size > LOG_BYTES:
+            with log.open("rb+") as file:
+                file.seek(-LOG_BYTES // 4, os.SEEK_END)
+                end = file.read()
+                file.seek(0)
+                file.truncate()
+                file.write(b"[what was before is cut]\n" + end)
 
 
 def _children(pid: int) -> list[psutil.Process]:

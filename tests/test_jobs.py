@@ -79,6 +79,7 @@ class Held:
             cancel_grace_seconds=settings.cancel_grace_seconds,
             command=[sys.executable, "-P", str(HELD), str(self._orders)],
         )
+        settings = settings.model_copy(update={"checkpoint_seconds": 0.0})
         self.service = JobService(settings, worker=self.worker)
 
     def order(self, point: str, mode: str) -> JobService:
@@ -228,36 +229,75 @@ def test_after_cancels_the_next_job_is_unchanged(shared_held: Held, shared: JobS
     "point",
     [point if point in ("load", "denoise:3") else pytest.param(point, marks=pytest.mark.slow) for point in POINTS],
 )
-def test_kill_9_in_every_stage(shared_held: Held, point: str) -> None:
+def test_kill_9_in_every_stage(shared_held: Held, shared: JobService, point: str) -> None:
+    """A worker that was ended by mistake costs nothing but the time since the last step that was kept."""
     service = shared_held.order(point, "hard")
     job = service.submit(SMALL, owner=ME)
     reach(service, job, point)
     os.kill(shared_held.worker.pid, signal.SIGKILL)
     job = finish(service, job)
-    assert (job.status, job.error_kind) == (JobStatus.FAILED, ErrorKind.CRASH)
-    assert "SIGKILL" in job.error
-    assert point.partition(":")[0] in job.error
-    nothing_left(job)
+    assert job.status is JobStatus.COMPLETED, job.error
+    (attempt,) = job.attempts
+    assert attempt.kind is ErrorKind.CRASH
+    assert "SIGKILL" in attempt.message
+    assert attempt.progress.stage == point.partition(":")[0]
+    assert job.report.resumed_at == {"denoise:1": 1, "denoise:3": 3, "decode": 4, "export": 4}.get(point, 0)
+    assert job.report.output.frames_sha256 == frames_of(shared)
+    only_the_video(service, job)
 
 
-def test_after_a_crash_the_next_job_succeeds(shared_held: Held) -> None:
-    service = shared_held.order("denoise:1", "exit")
+def frames_of(service: JobService) -> str:
+    """Of SMALL, made without any disturbance."""
+    return finish(service, service.submit(SMALL, owner=ME)).report.output.frames_sha256
+
+
+def only_the_video(service: JobService, job: Job) -> None:
+    assert job.output_path.is_file()
+    assert not scratch_of(job).exists()
+    assert not (service.settings.checkpoints / job.id).exists()
+    assert not list(job.output_path.parent.glob("*.half"))
+
+
+def test_a_second_crash_ends_it_and_it_can_be_resumed(shared_held: Held, shared: JobService) -> None:
+    service = shared_held.order("decode", "EXIT")
     job = finish(service, service.submit(SMALL, owner=ME))
     assert (job.error_kind, "status 7" in job.error) == (ErrorKind.CRASH, True)
+    assert "happened twice" in job.error
     assert str(job.log_path) in job.error
+    assert job.resumable
+    nothing_left(job)
     service = shared_held.ordinary()
-    assert finish(service, service.submit(SMALL, owner=ME)).status is JobStatus.COMPLETED
+    job = finish(service, service.resume(job.id, owner=ME))
+    assert job.status is JobStatus.COMPLETED
+    assert job.report.resumed_at == 4
+    assert [attempt.then for attempt in job.attempts] == ["the same again in a fresh process", "resumed"]
+    assert job.report.output.frames_sha256 == frames_of(shared)
+    only_the_video(service, job)
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind"), [("nan", "black"), ("black", "black"), ("oom", "oom"), ("ram", "ram"), ("bug", "invalid")]
+    ("point", "mode", "kind", "resumable"),
+    [
+        ("denoise:3", "nan", "black", False),
+        ("decode", "BLACK", "black", False),
+        ("denoise:3", "oom", "oom", True),
+        ("denoise:3", "ram", "ram", True),
+        ("denoise:3", "bug", "invalid", False),
+        ("export", "full", "disk", True),
+    ],
 )
-def test_failures_have_a_kind_and_words(shared_held: Held, mode: str, kind: str) -> None:
-    service = shared_held.order("denoise:3", mode)
+def test_failures_have_a_kind_and_words(shared_held: Held, point: str, mode: str, kind: str, resumable: bool) -> None:
+    service = shared_held.order(point, mode)
     job = finish(service, service.submit(SMALL, owner=ME))
-    assert (job.status, job.error_kind) == (JobStatus.FAILED, kind)
+    assert (job.status, job.error_kind, job.resumable) == (JobStatus.FAILED, kind, resumable)
     assert len(job.error) > 30
     nothing_left(job)
+    assert (service.settings.checkpoints / job.id).exists() == resumable
+    if not resumable:
+        shared_held.ordinary()
+        with pytest.raises(InvalidRequest, match="same way"):
+            service.resume(job.id, owner=ME)
+    shared_held.worker.kill()  # its disk may be full
 
 
 def test_the_time_limit_holds_from_outside(shared_held: Held) -> None:

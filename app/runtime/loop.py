@@ -13,6 +13,7 @@ import os
 import platform
 import queue
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -26,10 +27,23 @@ import psutil
 from app import __version__, events
 from app.errors import GenerationFailed, PocketreelError
 from app.runtime.control import Control, Interrupted
-from app.schema import Arrangement, ErrorKind, Progress, Report, Stage, StageReport, Strategy, Value
+from app.schema import (
+    TIMELINE_SAMPLES,
+    Arrangement,
+    ErrorKind,
+    Progress,
+    Receipt,
+    Report,
+    Sample,
+    Stage,
+    StageReport,
+    Strategy,
+    Value,
+)
 
 if TYPE_CHECKING:
     from app.runtime.memory import StageClock
+    from app.runtime.resume import Keeper
 
 HEARTBEAT_SECONDS = 1.0
 
@@ -61,9 +75,11 @@ def claim_stdout() -> BinaryIO:
 class Loop:
     """The state of one worker: the pipeline that is loaded, the job that runs."""
 
-    def __init__(self, channel: Channel, control: Control) -> None:
+    def __init__(self, channel: Channel, control: Control, timeline: Timeline) -> None:
         self.channel = channel
         self.control = control
+        self._timeline = timeline
+        self._keeper: Keeper | None = None
         self._pipe: Any = None
         self._loaded: str | None = None
         self._warm = False
@@ -71,19 +87,33 @@ class Loop:
 
     def run(self, run: events.Run, received: float) -> None:
         """Do one job and say how it ended. `received` is the monotonic time at which it arrived. Never raises."""
-        from app.runtime.memory import StageClock  # noqa: PLC0415 - imports torch
+        from app.runtime import pipeline  # noqa: PLC0415 - imports torch
+        from app.runtime.memory import StageClock  # noqa: PLC0415
 
         def on_progress(progress: Progress) -> None:
+            self._timeline.stage = progress.stage
             self.channel.emit(events.Progressed(job_id=run.job_id, progress=progress))
 
+        self._timeline.begin(received)
         clock = StageClock(on_progress, started=received)
         self._warm = False
         self._jobs += 1
         try:
             report = self._generate(run, clock)
         except Interrupted:
+            before = _held()
             self._clean(run)
-            self.channel.emit(events.Canceled(job_id=run.job_id))
+            pipeline.collect()
+            after = _held()
+            receipt = Receipt(
+                seconds=0.0,  # the parent knows when it was asked for
+                forced=False,
+                ram_before_bytes=before[0],
+                ram_after_bytes=after[0],
+                vram_before_bytes=before[1],
+                vram_after_bytes=after[1],
+            )
+            self.channel.emit(events.Canceled(job_id=run.job_id, receipt=receipt))
         except Exception as error:  # noqa: BLE001 - the border of the process: every failure becomes an event
             traceback.print_exc()
             self._clean(run)
@@ -101,13 +131,17 @@ class Loop:
             self.channel.emit(events.Completed(job_id=run.job_id, report=report))
 
     def _generate(self, run: events.Run, clock: StageClock) -> Report:
-        from app.runtime import export, pipeline  # noqa: PLC0415
+        from app.runtime import export, pipeline, resume  # noqa: PLC0415
 
+        self._keeper = None
         key = self._let_go(run)  # before the peaks begin to count: the last job's model is none of this one's
         clock.enter(Stage.LOAD)
         self._ensure_loaded(run, key)
         self.control.check()
-        pixels = pipeline.generate(self._pipe, run.request, self.control, clock)
+        if run.keep is not None:
+            facts = resume.facts_of(run.job_id, run.card, run.request, versions())
+            self._keeper = resume.Keeper(run.keep, facts)
+        pixels = pipeline.generate(self._pipe, run.request, self.control, clock, self._keeper)
         clock.enter(Stage.EXPORT, total=len(pixels))
 
         def on_frame(done: int, total: int) -> None:
@@ -175,6 +209,8 @@ class Loop:
             device = f"CPU ({torch.get_num_threads()} threads)"
         now = placement.placed(self._pipe)
         notices = tuple(dict.fromkeys(now.notices)) if now is not None else ()
+        replaced = bool(notices)
+        notices += tuple(self._keeper.notes) if self._keeper is not None else ()
         wanted = now.plan.attention_backend if now is not None else attention.NATIVE
         return Report(
             stages=tuple(stages),
@@ -182,8 +218,10 @@ class Loop:
             warm=self._warm,
             fresh=self._jobs == 1,
             versions=versions(),
-            attention=attention.words(run.plan.device) if wanted == attention.NATIVE or notices else wanted,
+            attention=attention.words(run.plan.device) if wanted == attention.NATIVE or replaced else wanted,
             notices=notices,
+            resumed_at=self._keeper.resumed_at if self._keeper is not None else 0,
+            timeline=self._timeline.samples,
         )
 
     def _report_of_failed(self, run: events.Run, clock: StageClock) -> Report | None:
@@ -195,8 +233,22 @@ class Loop:
             return None
 
 
+def _held() -> tuple[int, dict[str, int]]:
+    """RAM and reserved VRAM of this process."""
+    return int(psutil.Process().memory_info().rss), _vram("memory_reserved")
+
+
 def _held_alike(one: Arrangement, other: Arrangement) -> bool:
-    fields = {"device", "dtype", "strategy", "placements", "vae_tiling", "threads", "attention_backend"}
+    fields = {
+        "device",
+        "dtype",
+        "strategy",
+        "placements",
+        "vae_tiling",
+        "vae_tile_divisor",
+        "threads",
+        "attention_backend",
+    }
     return one.model_dump(include=fields) == other.model_dump(include=fields)
 
 
@@ -243,6 +295,8 @@ def _read_commands(inbox: queue.Queue[tuple[events.Run, float] | None], control:
                 inbox.put((command, time.monotonic()))
             elif isinstance(command, events.Cancel):
                 control.cancel(command.job_id)
+            elif isinstance(command, events.Dump):
+                faulthandler.dump_traceback()
             else:
                 inbox.put(None)
     except Exception:  # noqa: BLE001 - a parent that speaks nonsense cannot be served; the log says what it said
@@ -253,26 +307,69 @@ def _read_commands(inbox: queue.Queue[tuple[events.Run, float] | None], control:
     os._exit(0)
 
 
-def _beat(channel: Channel, control: Control) -> None:
+def _beat(channel: Channel, control: Control, timeline: Timeline) -> None:
     process = psutil.Process()
     while True:
-        channel.emit(events.Heartbeat(job_id=control.job_id, rss_bytes=process.memory_info().rss))
+        ram = process.memory_info().rss
+        reserved = _vram("memory_reserved")
+        timeline.note(ram, _vram("memory_allocated"))
+        channel.emit(events.Heartbeat(job_id=control.job_id, rss_bytes=ram, vram_bytes=reserved))
         time.sleep(HEARTBEAT_SECONDS)
+
+
+def _vram(name: str) -> dict[str, int]:
+    """By device, of those that torch has used; asking it must not be what wakes a card."""
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)  # while it is being imported it has none
+    if cuda is None or not hasattr(cuda, name) or not cuda.is_initialized():
+        return {}
+    return {f"cuda:{index}": getattr(cuda, name)(index) for index in range(cuda.device_count())}
+
+
+class Timeline:
+    """Memory over a run, a sample with each heartbeat; of a long run every second, fourth, ... only."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.begin(time.monotonic())
+
+    def begin(self, now: float) -> None:
+        with self._lock:
+            self.stage: Stage | None = None
+            self._began, self._samples, self._every, self._count = now, list[Sample](), 1, 0
+
+    def note(self, ram_bytes: int, vram_bytes: dict[str, int]) -> None:
+        with self._lock:
+            self._count += 1
+            if self._count % self._every:
+                return
+            seconds = time.monotonic() - self._began
+            self._samples.append(Sample(seconds=seconds, stage=self.stage, ram_bytes=ram_bytes, vram_bytes=vram_bytes))
+            if len(self._samples) > TIMELINE_SAMPLES:
+                self._samples = self._samples[1::2]
+                self._every *= 2
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        with self._lock:
+            return tuple(self._samples)
 
 
 def main() -> None:
     """Serve jobs until told to stop or the parent is gone."""
     faulthandler.enable()  # a crash in C code leaves its stack in the log
-    channel, control = Channel(claim_stdout()), Control()
+    if hasattr(signal, "SIGUSR1"):  # and so does a standstill, when the parent asks
+        faulthandler.register(signal.SIGUSR1)
+    channel, control, timeline = Channel(claim_stdout()), Control(), Timeline()
     inbox: queue.Queue[tuple[events.Run, float] | None] = queue.Queue()
     threading.Thread(target=_read_commands, args=(inbox, control), name="commands", daemon=True).start()
-    threading.Thread(target=_beat, args=(channel, control), name="heartbeat", daemon=True).start()
+    threading.Thread(target=_beat, args=(channel, control, timeline), name="heartbeat", daemon=True).start()
     gc.disable()  # importing makes a million objects that stay: looking through them again and again cost 1.4 of 8 s
     import app.runtime.pipeline  # noqa: F401, PLC0415 - seconds of torch and diffusers, with the threads already up
 
     gc.freeze()
     gc.enable()
-    loop = Loop(channel, control)
+    loop = Loop(channel, control, timeline)
     channel.emit(events.Ready(pid=os.getpid(), versions=versions()))
     while (item := inbox.get()) is not None:
         loop.run(*item)

@@ -31,7 +31,7 @@ class HistoryTab:
                 rows = html_part("", elem_id="history", js_on_load=picks())
                 more = gr.Button("Show more", size="sm", visible=False, elem_id="more")
             with gr.Column(scale=3, min_width=300):
-                detail = html_part(_choose(), elem_id="detail")
+                detail = html_part(_choose(), elem_id="detail", js_on_load=picks())
                 with gr.Row():
                     again = gr.Button("Use these settings again", size="sm", visible=False, elem_id="history-again")
                     stop = gr.Button(
@@ -44,6 +44,7 @@ class HistoryTab:
         # something of the owner's began or ended: a list that is open shows it
         parts.shown.change(self.refresh, [selected, limit], chosen, **EVENT)
         rows.select(self.choose, [limit], chosen, **EVENT)
+        detail.select(self.resume, [limit], chosen, **EVENT)
         more.click(self.show_more, [selected, limit], [*listing, limit], **EVENT)
         stop.click(self.stop, [selected, limit], chosen, **EVENT)
         again.click(self.use_again, [selected], [*parts.form, parts.plan, parts.saved, tabs], **EVENT)
@@ -69,6 +70,12 @@ class HistoryTab:
     def choose(self, request: gr.Request, limit: Any, event: gr.EventData) -> tuple[Any, ...]:
         """A line was clicked."""
         return self.refresh(request, picked(event), limit)
+
+    def resume(self, request: gr.Request, limit: Any, event: gr.EventData) -> tuple[Any, ...]:
+        """Take up again the chosen job, which failed."""
+        job_id = picked(event)
+        self._make.resume_job(job_id, owner_of(request))
+        return self.refresh(request, job_id, limit)
 
     def show_more(self, request: gr.Request, selected: Any, limit: Any) -> tuple[Any, ...]:
         """A longer list."""

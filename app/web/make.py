@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gradio as gr
@@ -100,7 +101,7 @@ class MakeTab:
             with gr.Column(scale=3, min_width=300, elem_id="now-column"):
                 now = html_part("", elem_id="now")
                 waiting = html_part("", elem_id="waiting", js_on_load=picks())
-                result = html_part(empty_html(), elem_id="result")
+                result = html_part(empty_html(), elem_id="result", js_on_load=picks())
                 again = gr.Button("Use these settings again", size="sm", visible=False, elem_id="again")
         parts = Components(
             form, plan, now, waiting, result, generate, cancel, again,
@@ -168,6 +169,7 @@ class MakeTab:
         parts.generate.click(self.generate, [shown, *form], [parts.plan, *watch], **EVENT)
         parts.cancel.click(self.cancel, [shown], watch, **EVENT)
         parts.waiting.select(self.cancel_waiting, [shown], watch, **EVENT)
+        parts.result.select(self.resume, [shown], watch, **EVENT)
         parts.again.click(self.use_again, [shown], [*form, parts.plan, parts.saved], **EVENT)
         parts.timer.tick(self.look, [shown], watch, **EVENT)
 
@@ -220,6 +222,18 @@ class MakeTab:
         """End one of the waiting jobs."""
         return self._cancel(request, shown, picked(event))
 
+    def resume(self, request: gr.Request, shown: Any, event: gr.EventData) -> tuple[Any, ...]:
+        """Take up again a job that failed."""
+        self.resume_job(picked(event), owner_of(request))
+        return self.look(request, shown)
+
+    def resume_job(self, job_id: str | None, owner: str) -> None:
+        """Raises gr.Error with words for the person."""
+        try:
+            self._service.resume(job_id or "", owner=owner)
+        except PocketreelError as error:
+            raise gr.Error(escape(str(error)), print_exception=False) from None
+
     def _cancel(self, request: gr.Request, shown: Any, job_id: str | None) -> tuple[Any, ...]:
         if job_id is not None:
             try:
@@ -267,6 +281,8 @@ class MakeTab:
         result: Any = skip
         if ended is not None and after.result != before.result:
             result = self.show(ended, owner)
+        elif ended is None and before.result is not None:  # the only one is being resumed
+            result = empty_html()
         changed_activity = (before.active is None) != (active is None) or fresh
         return (
             now,

@@ -16,6 +16,7 @@ from app.web.words import (
     STAGES,
     STATUSES,
     Titles,
+    attempt_words,
     device_name,
     duration,
     elapsed,
@@ -23,6 +24,7 @@ from app.web.words import (
     memory,
     moment,
     peak,
+    receipt_words,
     size,
 )
 
@@ -90,9 +92,15 @@ def progress_html(job: Job, progress: Progress | None, position: int, *, now: da
         '<section class="pr-now" aria-label="Progress">'
         f'<div class="pr-line"><b>{escape(title)}</b><span>{escape(detail)}</span></div>'
         f'<progress aria-label="Progress of this stage" {bar}></progress>'
-        f"{_stages(progress.stage if progress else None)}"
+        f"{_stages(progress.stage if progress else None)}{_attempts(job)}"
         f'<p class="pr-quiet">{_quoted(job)}{running}</p></section>'
     )
+
+
+def _attempts(job: Job) -> str:
+    """What went wrong on the way, and what was done about it."""
+    rows = "".join(f"<li>{escape(attempt_words(attempt))}</li>" for attempt in job.attempts)
+    return f'<ul class="pr-notices" aria-label="Earlier tries">{rows}</ul>' if rows else ""
 
 
 def _stages(current: Stage | None) -> str:
@@ -129,7 +137,7 @@ def empty_html() -> str:
 def result_html(job: Job, *, titles: Titles, local: bool) -> str:
     """A job that has ended (or, in the history, has not): the video or why there is none, report, settings."""
     report = report_html(job) if job.report else ""
-    about = f'<p class="pr-caption">{_quoted(job, limit=600)}</p>{notices_html(job.notices)}'
+    about = f'<p class="pr-caption">{_quoted(job, limit=600)}</p>{notices_html(job.notices)}{_attempts(job)}'
     if job.status is JobStatus.COMPLETED and not video_gone(job):
         about += (
             f'<p class="pr-actions"><a href="{escape(media_url(job, download=True))}" download>Save the video</a></p>'
@@ -156,11 +164,16 @@ def _outcome(job: Job, *, local: bool) -> str:
         text = escape(text)
         if log and local and escape(log) not in text:
             text += f'</p><p class="pr-quiet">Details: <code>{escape(log)}</code>'
+        if job.resumable:
+            text += f'</p><p><button type="button" data-job="{escape(job.id)}">Resume this video</button>'
         return _message(title, text, kind=job.error_kind.value if job.error_kind else "failed")
     if job.status is JobStatus.CANCELED:
+        receipt = f"{receipt_words(job.receipt)} " if job.receipt is not None else ""
         after = f" after {duration(job.seconds)}" if job.seconds is not None else " before it began"
         return _message(
-            "Canceled", f"It was stopped{after}; nothing was saved. Earlier videos are under History.", mild=True
+            "Canceled",
+            f"It was stopped{after}; nothing was saved. {receipt}Earlier videos are under History.",
+            mild=True,
         )
     return _message(f"This video is {STATUSES[job.status]}", "Its progress is shown under Make.", mild=True)
 

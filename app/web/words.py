@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from app.schema import GIB, ErrorKind, Job, JobStatus, Report, Stage
+from app.schema import GIB, Attempt, ErrorKind, Job, JobStatus, Receipt, Report, Stage
 
 MIB = 1024**2
 
@@ -70,6 +70,26 @@ class Titles:
 
     def preset(self, preset: str) -> str:
         return self.presets.get(preset, preset)
+
+
+def attempt_words(attempt: Attempt) -> str:
+    """A try that failed: where, why, and what the next one did otherwise."""
+    where = ""
+    if attempt.progress is not None:
+        where = f" ({STAGES[attempt.progress.stage].lower()}"
+        where += f", step {attempt.progress.step} of {attempt.progress.total})" if attempt.progress.total else ")"
+    return f"{ERRORS[attempt.kind]}{where}. Then: {attempt.then}."
+
+
+def receipt_words(receipt: Receipt) -> str:
+    """What a cancel gave back."""
+    ram = max(0, receipt.ram_before_bytes - receipt.ram_after_bytes)
+    vram = sum(
+        max(0, before - receipt.vram_after_bytes.get(device, 0)) for device, before in receipt.vram_before_bytes.items()
+    )
+    back = [f"{memory(ram)} of RAM", *([f"{memory(vram)} of VRAM"] if receipt.vram_before_bytes else [])]
+    model = "the model must be loaded again" if receipt.forced else "the model stays loaded"
+    return f"It stopped within {receipt.seconds:.1f} s and gave back {' and '.join(back)}; {model}."
 
 
 def in_form_words(text: str) -> str:

@@ -15,6 +15,7 @@ covered: quantized weights.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -87,6 +88,7 @@ def place(pipe: Any, plan: Arrangement, source: SourceOf | None = None) -> None:
         if plan.vae_tiling and vae is not None and hasattr(vae, "enable_tiling"):
             vae.enable_tiling()
             exits.callback(vae.disable_tiling)
+            _shorten_tiles(vae, plan.vae_tile_divisor, exits)
         lossy = any(placement.storage_dtype is not None for placement in placements.values())
         exits.callback(setattr, pipe, "__class__", type(pipe))
         pipe.__class__ = _subclass(type(pipe), main, Placed(plan, placements, visitors, exits, notices, lossy))
@@ -116,6 +118,17 @@ def place_or_fall_back(pipe: Any, plan: Arrangement) -> None:
         ]
         place(pipe, plan.model_copy(update={"placements": tuple(alone), "strategy": Strategy.MODEL_OFFLOAD}))
         pipe._placed.notices.append(f"The cards could not share the model, so {plan.device} did all of it: {error}")
+
+
+def _shorten_tiles(vae: Any, divisor: int, exits: ExitStack) -> None:
+    """Divide the sides of a VAE's tiles and the steps between them. Its classes keep both as plain attributes."""
+    ratio = int(getattr(vae, "spatial_compression_ratio", 8))
+    for name, value in list(vars(vae).items()):
+        what = re.fullmatch(r"tile_(sample|latent)_(min|stride)_(height|width)", name)
+        if what is not None and divisor > 1:
+            unit = ratio if what[1] == "sample" else 1
+            exits.callback(setattr, vae, name, value)
+            setattr(vae, name, max(value // divisor // unit * unit, unit))
 
 
 def remove(pipe: Any) -> None:
