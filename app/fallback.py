@@ -95,7 +95,9 @@ def _smaller_tiles(plan: Plan) -> Iterator[Next]:
     for divisor in TILE_DIVISORS:
         if divisor > plan.vae_tile_divisor:
             changes = {"vae_tiling": True, "vae_tile_divisor": divisor}
-            yield Next(plan.model_copy(update=changes), "the frames are decoded in smaller tiles")
+            yield Next(
+                plan.model_copy(update=changes), "the frames are decoded in smaller tiles, blended where they meet"
+            )
     if plan.device != "cpu":
         yield Next(
             _vae(plan, strategy=Strategy.CPU, device="cpu", dtype="float32"), "the frames are decoded on the CPU"

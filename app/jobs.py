@@ -20,6 +20,7 @@ import psutil
 from app import calibration, hardware, planner, presets
 from app.config import Settings
 from app.errors import InvalidRequest, NotFound, PocketreelError, StoreError
+from app.estimate import GPU_CONTEXT_BYTES
 from app.outputs import check_output
 from app.records import Instance, Records
 from app.resolve import resolve
@@ -266,7 +267,12 @@ class JobService:
         return Preview(request=request, notices=notices, plan=self._plan(request, card).plan), card
 
     def _plan(self, request: Request, card: ModelCard, **limits: int) -> Planned:
-        """Against the machine as it is now: other programs come and go. `limits` tighten the preset's."""
+        """Against the machine as it is now: other programs come and go. `limits` tighten the preset's.
+
+        `vram_limit_bytes` is of what torch allocates; what the driver takes comes on top, as the preset counts it.
+        """
+        if "vram_limit_bytes" in limits:
+            limits["vram_limit_bytes"] += GPU_CONTEXT_BYTES
         found = self._with_own_worker(hardware.probe(self.settings))
         if nvidia := [gpu.uuid for gpu in found.gpus if gpu.backend is Backend.CUDA]:
             # by UUID, so that torch counts them as the probe does whatever CUDA_DEVICE_ORDER says

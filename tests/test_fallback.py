@@ -98,8 +98,8 @@ def test_out_of_vram_in_decoding_changes_the_decoding_first() -> None:
     words, _ = all_tries(ErrorKind.OOM, Stage.DECODE, first)
     assert words[:4] == [
         "the frames are decoded in tiles",
-        "the frames are decoded in smaller tiles",
-        "the frames are decoded in smaller tiles",
+        "the frames are decoded in smaller tiles, blended where they meet",
+        "the frames are decoded in smaller tiles, blended where they meet",
         "the frames are decoded on the CPU",
     ]
     step = fallback.after(failure(ErrorKind.OOM, Stage.DECODE), first, [first], [], nothing_fits)

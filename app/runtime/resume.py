@@ -150,8 +150,8 @@ class Keeper:
                 there = getattr(scheduler, name, None)
                 moved = isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor)
                 setattr(scheduler, name, value.to(there.device) if moved else value)  # type: ignore[union-attr]
-        self._generator.set_state(self._kept["generator"].to("cpu"))
-        torch.set_rng_state(self._kept["torch"].to("cpu"))
+        self._generator.set_state(_state(self._kept["generator"]))
+        torch.set_rng_state(_state(self._kept["torch"]))
         self._kept = None
 
     # --------------------------------------------------------------------------------------------------- writing
@@ -165,8 +165,8 @@ class Keeper:
             "results": self._results,
             "answers": self._answers,
             "schedulers": [_memory(scheduler) for scheduler in self._schedulers],
-            "generator": self._generator.get_state(),
-            "torch": torch.get_rng_state(),
+            "generator": _state_words(self._generator.get_state()),
+            "torch": _state_words(torch.get_rng_state()),
         }
         size = checkpoint.size_of(tree) + checkpoint.size_of(self._prompts)
         if size > self._order.quota_bytes:
@@ -248,6 +248,15 @@ def _replace(owner: Any, name: str, value: Any, exits: ExitStack) -> None:
         exits.callback(delattr, owner, name)
     else:
         exits.callback(setattr, owner, name, own)
+
+
+def _state_words(state: torch.Tensor) -> str:
+    """Five kilobytes that never see a device."""
+    return bytes(state.tolist()).hex()
+
+
+def _state(words: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(words), dtype=torch.uint8)
 
 
 def _memory(scheduler: Any) -> dict[str, Any]:

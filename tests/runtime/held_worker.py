@@ -7,7 +7,7 @@ once, and the file is gone then; with MODE in capitals it happens each time. MOD
   stuck    the same with the GIL held, as a driver that never returns
   kill     SIGKILL to itself
   damage   spoils the checkpoint, then the same
-  full     the disk is full from here on
+  full     the disk is full from here on; `unkept`: for checkpoints only
   exit, oom, ram, bug      ends the process, or raises there
   nan      the result of that step is NaN
   black    the frames are black
@@ -58,7 +58,7 @@ def ordered(point: str, *modes: str) -> str | None:
 def act(point: str) -> None:
     import torch
 
-    mode = ordered(point, "soft", "hard", "stuck", "kill", "damage", "full", "exit", "oom", "ram", "bug")
+    mode = ordered(point, "soft", "hard", "stuck", "kill", "damage", "full", "unkept", "exit", "oom", "ram", "bug")
     if mode == "oom":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     if mode == "ram":
@@ -73,28 +73,30 @@ def act(point: str) -> None:
             path.write_bytes(data[:-4] + b"\0\1\2\3")
     if mode in ("kill", "damage"):
         os.kill(os.getpid(), signal.SIGKILL)
-    if mode == "full":
-        fill_the_disk()
-    if mode == "stuck":
-        ctypes.PyDLL(None).sleep(60)
-    if mode not in ("soft", "hard"):
+    if mode in ("full", "unkept"):
+        fill_the_disk(export=mode == "full")
+    if mode not in ("soft", "hard", "stuck"):
         return
     until = time.monotonic() + 60
     while time.monotonic() < until:
+        if mode == "stuck":
+            ctypes.PyDLL(None).sleep(60)  # a signal ends it early
         if mode == "soft":
             controls[0].check()
         time.sleep(0.01)
 
 
-def fill_the_disk() -> None:
-    """Nothing that this process writes goes to the disk any more."""
-    from app.runtime import checkpoint, export
+def fill_the_disk(*, export: bool) -> None:
+    """No checkpoint, and with `export` no video, goes to the disk any more."""
+    from app.runtime import checkpoint
+    from app.runtime import export as exporting
 
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     checkpoint.write = full
-    export._encode = full
+    if export:
+        exporting._encode = full
 
 
 def patch() -> None:

@@ -13,7 +13,7 @@ import torch
 from app import events
 from app.runtime import placement
 from app.runtime.control import Control
-from app.runtime.loop import Channel, Loop
+from app.runtime.loop import Channel, Loop, Timeline
 from app.schema import Placement, Plan, Strategy
 from tests import values
 from tests.runtime.families import DEMO
@@ -41,7 +41,7 @@ class Worker:
     def __init__(self, folder: Path) -> None:
         self.said = io.BytesIO()
         self.control = Control()
-        self.loop = Loop(Channel(self.said), self.control)
+        self.loop = Loop(Channel(self.said), self.control, Timeline())
         self.folder = folder
 
     def make(self, plan: Plan, number: int) -> dict[str, Any]:
