@@ -16,8 +16,11 @@ import torch
 from app.errors import InvalidOutput
 from app.events import Keep
 from app.runtime import checkpoint, pipeline, resume
+from app.runtime.control import Control
+from app.runtime.memory import StageClock
 from app.runtime.resume import Keeper
-from app.schema import GIB
+from app.schema import GIB, Progress, Stage
+from tests import values
 from tests.runtime import families
 
 FACTS = {"job": "j", "versions": {"diffusers": "x"}}
@@ -119,6 +122,31 @@ def test_every_scheduler_goes_on_exactly(family: str, name: str, options: dict[s
     pipe = families.FAMILIES[family]()
     pipe.scheduler = getattr(diffusers, name)(**options)
     every_step_resumes(pipe, family, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("size", "num_frames"), [(64, 5), pytest.param(96, 33, marks=pytest.mark.slow)], ids=["small", "default"]
+)
+def test_the_built_in_model_goes_on_after_each_of_its_eight_steps(tmp_path: Path, size: int, num_frames: int) -> None:
+    pipe = families.load(families.DEMO)
+    request = values.request(height=size, width=size, num_frames=num_frames, num_inference_steps=8, seed=4)
+
+    def pixels(order: Keep | None, after: Path | None = None) -> Any:
+        keeper = Keeper(order, FACTS) if order is not None else None
+
+        def on_progress(progress: Progress) -> None:
+            if after is not None and progress.stage is Stage.DENOISE and progress.step:
+                shutil.copytree(order.folder, after / str(progress.step))
+
+        made = pipeline.generate(pipe, request, Control(), StageClock(on_progress), keeper)
+        return made, keeper.resumed_at if keeper is not None else 0
+
+    wanted, _ = pixels(None)
+    assert np.array_equal(pixels(keep(tmp_path / "kept"), tmp_path)[0], wanted)
+    for step in range(1, 9):
+        again, resumed_at = pixels(keep(tmp_path / str(step), resume=True))
+        assert np.array_equal(again, wanted)
+        assert resumed_at == step
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from app.schema import (
     Notice,
     OutputReport,
     Progress,
+    Receipt,
     Report,
     Stage,
     StageReport,
@@ -405,6 +406,45 @@ def test_cancel_is_for_owners(make: MakeTab, service: JobService) -> None:
     assert finished(service, job).status is JobStatus.CANCELED
     *_, shown = make.look(asked_by("four"), Shown())
     assert shown == gr.skip()
+
+
+def test_resuming_is_for_owners(make: MakeTab, service: JobService) -> None:
+    failed = finished(service, service.submit(Draft(prompt="fail"), owner="ann"))
+    event = gr.EventData(None, {"job": failed.id})
+    with pytest.raises(gr.Error, match="no job"):
+        make.resume(asked_by("bob"), Shown(), event)
+    assert 'data-job="' in make.show(failed, "ann")
+    assert "Resume this video" in make.show(failed, "ann")
+    make.resume(asked_by("ann"), Shown(), event)
+    again = finished(service, service.get(failed.id, owner="ann"))
+    assert [attempt.then for attempt in again.attempts] == ["resumed"]
+    canceled = again.model_copy(update={"status": JobStatus.CANCELED, "error_kind": None})
+    assert "Resume" not in make.show(canceled, "ann")
+
+
+def test_the_only_video_that_is_resumed_leaves_the_page(make: MakeTab, service: JobService) -> None:
+    failed = finished(service, service.submit(Draft(prompt="fail"), owner="carl"))
+    shown = make.look(asked_by("carl"), Shown())[-1]
+    service.resume(failed.id, owner="carl")
+    assert "Your video will appear here" in make.look(asked_by("carl"), shown)[2] or (
+        service.get(failed.id, owner="carl").status.final
+    )
+    finished(service, service.get(failed.id, owner="carl"))
+
+
+def test_a_cancel_shows_its_receipt() -> None:
+    receipt = Receipt(
+        seconds=0.24,
+        forced=False,
+        ram_before_bytes=3 * GIB,
+        ram_after_bytes=2 * GIB,
+        vram_before_bytes={"cuda:0": 8 * GIB},
+        vram_after_bytes={"cuda:0": 2 * GIB},
+    )
+    job = values.job(status=JobStatus.CANCELED, receipt=receipt, started_at=NOW, finished_at=NOW)
+    text = render.result_html(job, titles=TITLES, local=True)
+    back = f"{memory(GIB)} of RAM and {memory(6 * GIB)} of VRAM"
+    assert f"within 0.2 s and gave back {back}; the model stays loaded" in text
 
 
 def test_waiting_jobs_can_be_canceled(make: MakeTab, service: JobService) -> None:
