@@ -72,7 +72,9 @@ class Receipt(Value):
     seconds: Seconds
     """From the request to the end of the run."""
     forced: bool
-    """It did not stop by itself within the grace, so its process was ended: the model must be loaded again."""
+    """It did not stop by itself within the grace, so its process was ended."""
+    model_kept: bool = False
+    """The model stays loaded for the next job."""
     ram_before_bytes: Bytes
     ram_after_bytes: Bytes
     """Resident set of the worker; 0 where it was ended."""

@@ -22,6 +22,8 @@ from app.schema import Attempt, ErrorKind, Placement, Plan, Stage, Strategy
 TRIES = 10
 CRASHES = 1
 """A job may crash so often before it ends: a worker that was ended by mistake is no reason to lose hours."""
+RESUMED = "resumed"
+"""What was done by a person, who may have mended something: the tries count anew from there."""
 LESS = 0.85
 """A plan for less memory has at most this share of what was predicted for the one that failed."""
 TILE_DIVISORS = (2, 4)
@@ -46,6 +48,8 @@ def after(failure: Failed, plan: Plan, tried: Sequence[Plan], attempts: Sequence
     Raises:
         PlanError: nothing is left to try; says why, and for memory what would fit.
     """
+    ends = [number for number, attempt in enumerate(attempts, start=1) if attempt.then == RESUMED]
+    attempts = attempts[ends[-1] if ends else 0 :]
     if len(attempts) + 1 >= TRIES:
         raise PlanError(f"It was tried {TRIES} times.")
     if failure.kind is ErrorKind.CRASH:
@@ -84,9 +88,9 @@ def _choices(failure: Failed, plan: Plan, replan: Replan) -> Iterator[Next]:
 def _smaller_decoding(plan: Plan) -> Iterator[Next]:
     yield from _smaller_tiles(plan)
     if plan.device != "cpu":
-        yield Next(
-            _vae(plan, strategy=Strategy.CPU, device="cpu", dtype="float32"), "the frames are decoded on the CPU"
-        )
+        usual = plan.model_copy(update={"vae_tile_divisor": 1, "estimate": None})  # of its time nothing is known
+        on_cpu = _vae(usual, strategy=Strategy.CPU, device="cpu", dtype="float32")
+        yield Next(on_cpu, "the frames are decoded on the CPU")
 
 
 def _smaller_tiles(plan: Plan) -> Iterator[Next]:
@@ -98,10 +102,6 @@ def _smaller_tiles(plan: Plan) -> Iterator[Next]:
             yield Next(
                 plan.model_copy(update=changes), "the frames are decoded in smaller tiles, blended where they meet"
             )
-    if plan.device != "cpu":
-        yield Next(
-            _vae(plan, strategy=Strategy.CPU, device="cpu", dtype="float32"), "the frames are decoded on the CPU"
-        )
 
 
 def _other_decoding(plan: Plan) -> Iterator[Next]:

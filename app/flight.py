@@ -35,6 +35,10 @@ def record(job: Job) -> JsonObject:
     named = {"status", "request", "attempts", "report", "error_kind", "error", "receipt"}
     times = {"created_at", "started_at", "finished_at"}
     known = job.model_dump(mode="json", include=named | times)
+    if known["report"] is not None and known["report"]["output"] is not None:
+        del known["report"]["output"]["path"]
+    if known["error"] is not None and job.log_path is not None:
+        known["error"] = known["error"].replace(str(job.log_path), job.log_path.name)
     return {
         "pocketreel": __version__,
         "job": job.id,
@@ -73,10 +77,10 @@ def hardware_of(found: Hardware) -> JsonObject:
 def write_beside(video: Path, document: JsonObject) -> Path | None:
     """Put a record beside its video; None where that cannot be done, for the video matters more."""
     target = video.with_name(video.stem + SUFFIX)
-    if target.exists() and _job_of(target) is None:  # somebody else's file
-        target = video.with_name(f"{video.stem}-{document['job']}{SUFFIX}")
     half = target.with_suffix(".half")
     try:
+        if target.exists() and _job_of(target) is None:  # somebody else's file
+            target = video.with_name(f"{video.stem}-{document['job']}{SUFFIX}")
         half.write_text(json.dumps(document, ensure_ascii=False, indent=1), "utf-8")
         half.replace(target)
     except OSError:

@@ -30,13 +30,13 @@ def opened_service() -> Iterator[JobService]:
 
 
 @contextmanager
-def _stop_signals(stop: threading.Event) -> Iterator[None]:
-    """Ctrl-C and SIGTERM ask once for a cancel; a second Ctrl-C ends at once."""
+def _stop_signals(stop: threading.Event, shutdown: threading.Event) -> Iterator[None]:
+    """Ctrl-C asks once for a cancel, a second one ends at once; SIGTERM (a shutdown) only interrupts."""
 
-    def on_signal(_number: int, _frame: object) -> None:
+    def on_signal(number: int, _frame: object) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
-        stop.set()
+        (shutdown if number == signal.SIGTERM else stop).set()
 
     names = (signal.SIGINT, signal.SIGTERM)
     before = {name: signal.signal(name, on_signal) for name in names}
@@ -57,9 +57,9 @@ def submit(service: JobService, draft: Draft, output: Path, *, overwrite: bool) 
 
 def follow(service: JobService, job: Job) -> Job:
     """Show its progress until it has ended."""
-    stop = threading.Event()
+    stop, shutdown = threading.Event(), threading.Event()
     told = len(job.attempts)
-    with _stop_signals(stop), terminal.progress_bar(err) as bar:
+    with _stop_signals(stop, shutdown), terminal.progress_bar(err) as bar:
         while not job.status.final:
             job = service.wait(job.id, owner=LOCAL_OWNER, timeout=0.2)
             bar.show(service.progress(job.id) if job.status is JobStatus.RUNNING else None)
@@ -68,6 +68,8 @@ def follow(service: JobService, job: Job) -> Job:
             told = len(job.attempts)
             if stop.is_set():
                 service.cancel(job.id, owner=LOCAL_OWNER)
+            elif shutdown.is_set():
+                service.interrupt(job.id)
     return job
 
 
@@ -83,6 +85,8 @@ def tell(job: Job, *, as_json: bool) -> None:
     error: PocketreelError
     if job.status is JobStatus.CANCELED:
         error = GenerationCanceled("Nothing was written.")
+    elif job.error_kind is ErrorKind.INTERRUPTED:
+        error = GenerationCanceled(f"It was interrupted.{again}")
     elif job.error_kind is ErrorKind.TIMEOUT:
         error = TimedOut((job.error or "") + again)
     else:

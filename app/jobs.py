@@ -21,9 +21,10 @@ from app import calibration, hardware, planner, presets
 from app.config import Settings
 from app.errors import InvalidRequest, NotFound, PocketreelError, StoreError
 from app.estimate import GPU_CONTEXT_BYTES
+from app.fallback import RESUMED
 from app.outputs import check_output
 from app.records import Instance, Records
-from app.resolve import resolve
+from app.resolve import check_timeout, resolve
 from app.runner import Planned, Runner, Watcher
 from app.schema import (
     Attempt,
@@ -45,6 +46,8 @@ from app.schema import (
 from app.store import Store
 from app.worker import Worker
 
+ADOPTIONS = 2
+"""A job that was interrupted so often in a row is not taken up again without being asked for."""
 STORE_POLL_SECONDS = 0.3
 """Between two looks for a cancel that another process left in the store."""
 RECOVER_SECONDS = 30.0
@@ -91,7 +94,7 @@ class JobService:
             ) from error
         self._closing = False
         self._records = Records(self.store, impatient=lambda: self._closing)
-        interrupted = self._records.recover(self._instance)
+        self._records.recover(self._instance)
         self._recovered_at = time.monotonic()
         self._worker = worker or Worker(
             settings.logs,
@@ -102,14 +105,14 @@ class JobService:
         self._pending: list[tuple[Job, ModelCard]] = []
         self._running: str | None = None
         self._canceled = threading.Event()
-        self._canceled_by_owner = False
+        self._canceled_by_owner = self._interrupted = False
         self._runner = Runner(settings, self.store, self._records, self._worker, self._plan)
         self._kept_learned: tuple[Any, Learned] | None = None
         self._progress: dict[str, Progress] = {}
         self._served: dict[str, float] = {}
         self._thread = threading.Thread(target=self._serve, name="runner", daemon=True)
         if adopt:
-            self._adopt(interrupted)
+            self._adopt()
         self._sweep()
         self._thread.start()
 
@@ -148,10 +151,7 @@ class JobService:
             created_at=datetime.now(UTC),
         )
         with self._changed:
-            if sum(waiting.owner == owner for waiting, _ in self._pending) >= MAX_PENDING_PER_OWNER:
-                raise InvalidRequest(
-                    f"{MAX_PENDING_PER_OWNER} of your videos wait already. Let one finish or cancel one."
-                )
+            self._check_room(owner)
             self.store.add(job, runner=self._instance.name)
             self._pending.append((job, card))
             self._changed.notify_all()
@@ -177,6 +177,13 @@ class JobService:
             self._changed.notify_all()
         return self.get(job_id, owner=owner)
 
+    def interrupt(self, job_id: str) -> None:
+        """End a running job so that it can be resumed: the computer shuts down. One that waits stays as it is."""
+        with self._changed:
+            if self._running == job_id:
+                self._interrupted = True
+                self._canceled.set()
+
     def resume(self, job_id: str, *, owner: str, timeout_seconds: float | None = None) -> Job:
         """Queue a job again that failed for a reason that may have passed; it goes on from what was kept of it.
 
@@ -195,18 +202,20 @@ class JobService:
         card = presets.find_card(self.catalogue, job.request.model)
         request = job.request
         if timeout_seconds is not None:
+            check_timeout(timeout_seconds)
             request = request.model_copy(update={"timeout_seconds": timeout_seconds})
         plan = self._plan(request, card).plan
         # that a file has come to be there since is no reason to refuse hours of work: it gets another name then
         check_output(job.output_path, overwrite=True)
-        attempt = Attempt(at=datetime.now(UTC), kind=job.error_kind, message=job.error or "", then="resumed")
+        attempt = Attempt(at=datetime.now(UTC), kind=job.error_kind, message=job.error or "", then=RESUMED)
+        self._records.save_again()
         with self._changed:
+            self._check_room(owner)
             resumed = self.store.resume(
                 job_id, runner=self._instance.name, request=request, plan=plan, attempts=(*job.attempts, attempt)
             )
             if resumed is None:
                 raise InvalidRequest(f"The job {job_id} is being resumed already.")
-            self._records.saved(job_id)
             self._pending.append((resumed, card))
             self._changed.notify_all()
         return resumed
@@ -265,6 +274,10 @@ class JobService:
             )
         request, notices = resolve(draft, card, preset)
         return Preview(request=request, notices=notices, plan=self._plan(request, card).plan), card
+
+    def _check_room(self, owner: str) -> None:
+        if sum(waiting.owner == owner for waiting, _ in self._pending) >= MAX_PENDING_PER_OWNER:
+            raise InvalidRequest(f"{MAX_PENDING_PER_OWNER} of your videos wait already. Let one finish or cancel one.")
 
     def _plan(self, request: Request, card: ModelCard, **limits: int) -> Planned:
         """Against the machine as it is now: other programs come and go. `limits` tighten the preset's.
@@ -338,7 +351,8 @@ class JobService:
                 self._runner.run(job, card, self._watcher(job.id))
             except Exception as error:  # noqa: BLE001 - the runner must outlive any one job
                 _log.exception("job %s", job.id)
-                self._records.fail(job, ErrorKind.INVALID, f"Pocketreel itself failed: {type(error).__name__}: {error}")
+                kind = ErrorKind.DISK if isinstance(error, OSError | StoreError) else ErrorKind.CRASH
+                self._records.fail(job, kind, f"Pocketreel itself failed: {type(error).__name__}: {error}")
             finally:
                 with self._changed:
                     self._running = None
@@ -349,19 +363,22 @@ class JobService:
 
     def _take(self) -> tuple[Job, ModelCard] | None:
         """The next job, which counts as running from now on; None when the service closes."""
-        with self._changed:
-            while not self._pending and not self._closing:
+        while True:
+            with self._changed:
+                if self._closing:
+                    return None
+                if self._pending:
+                    job, card = self._in_order()[0]
+                    self._pending.remove((job, card))
+                    self._running = job.id
+                    self._served[job.owner] = time.monotonic()
+                    self._canceled_by_owner = self._interrupted = False
+                    self._canceled.clear()
+                    return job, card
                 self._changed.wait(1.0)
+                idle = not self._pending and not self._closing
+            if idle:  # without the lock: it may take a while, and nobody must wait for it
                 self._tidy()
-            if self._closing:
-                return None
-            job, card = self._in_order()[0]
-            self._pending.remove((job, card))
-            self._running = job.id
-            self._served[job.owner] = time.monotonic()
-            self._canceled_by_owner = False
-            self._canceled.clear()
-            return job, card
 
     def _tidy(self) -> None:
         """Once a second while nothing runs."""
@@ -370,6 +387,7 @@ class JobService:
             self._worker.stop()
         if now - self._recovered_at > RECOVER_SECONDS:
             self._recovered_at = now
+            self._records.save_again()
             try:
                 self._records.recover(self._instance)
             except StoreError:
@@ -383,8 +401,11 @@ class JobService:
         except StoreError:
             _log.exception("looking for what is kept for nobody")
 
-    def _adopt(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
+    def _adopt(self) -> None:
+        """Take up again what was interrupted, but not what was so each time: it may be what ends the program."""
+        for job in self.store.interrupted():
+            if [attempt.kind for attempt in job.attempts[-ADOPTIONS:]] == [ErrorKind.INTERRUPTED] * ADOPTIONS:
+                continue
             try:
                 self.resume(job.id, owner=job.owner)
             except PocketreelError as error:  # its model or the memory is not there any more: the person decides
@@ -401,7 +422,7 @@ class JobService:
 
         return Watcher(
             canceled=self._cancel_watch(job_id),
-            closing=lambda: self._closing and not self._canceled_by_owner,
+            closing=lambda: (self._closing or self._interrupted) and not self._canceled_by_owner,
             on_progress=on_progress,
         )
 

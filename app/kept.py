@@ -11,6 +11,8 @@ from pathlib import Path
 from app import events
 from app.config import Settings
 
+MOST_DAYS = 366
+
 
 class Kept:
     """The folder `checkpoints` of the data folder. What lies in it is `app.runtime.resume`'s matter."""
@@ -21,14 +23,15 @@ class Kept:
         self._days = settings.checkpoint_days
         self._seconds = settings.checkpoint_seconds
 
-    def order(self, job_id: str, *, resume: bool, unfinished: Collection[str]) -> events.Keep | None:
-        """What a run is told; None where nothing may be kept. Makes room by removing what was left longest."""
-        if self._quota == 0:
-            return None
+    def order(self, job_id: str, *, resume: bool, unfinished: Collection[str] | None) -> events.Keep:
+        """What a run is told. Makes room by removing what was left longest by jobs that have ended.
+
+        `unfinished`: jobs that have not; None where that is not known, so that no room can be made.
+        """
         others = sorted((path for path in self._folders() if path.name != job_id), key=_changed)
         sizes = {path: _size(path) for path in others}
         for path in others:
-            if sum(sizes.values()) <= self._quota // 2:
+            if unfinished is None or sum(sizes.values()) <= self._quota // 2:
                 break
             if path.name not in unfinished:
                 self.forget(path.name)
@@ -40,11 +43,17 @@ class Kept:
             seconds=self._seconds,
         )
 
-    def sweep(self, *, resumable: Collection[str], unfinished: Collection[str]) -> None:
-        """Remove what belongs to no job that could be resumed, or was left for too long."""
+    @property
+    def any(self) -> bool:
+        """Whether anything is kept at all."""
+        return bool(self._folders())
+
+    def sweep(self, *, needed: Collection[str]) -> None:
+        """Remove what belongs to no job that runs, waits or could be resumed, or was left for too long."""
         for path in self._folders():
-            old = time.time() - _changed(path) > self._days * 86400
-            if path.name not in unfinished and (path.name not in resumable or old):
+            days = (time.time() - _changed(path)) / 86400
+            # a clock that jumped by years says nothing of the age
+            if path.name not in needed or self._days < days < self._days + MOST_DAYS:
                 self.forget(path.name)
 
     def forget(self, job_id: str) -> None:

@@ -82,14 +82,22 @@ class Records:
         """`impatient` says whether the program closes: then nothing is waited for."""
         self._store = store
         self._impatient = impatient
-        self._unsaved: dict[str, Job] = {}
+        self._unsaved: dict[str, tuple[Job, dict[str, Any]]] = {}
 
     def get(self, job_id: str) -> Job | None:
-        return self._unsaved.get(job_id) or self._store.get(job_id)
+        return self._unsaved[job_id][0] if job_id in self._unsaved else self._store.get(job_id)
 
     def list(self, *, owner: str, limit: int) -> Sequence[Job]:
         """The owner's jobs, newest first."""
-        return [self._unsaved.get(job.id, job) for job in self._store.list(owner=owner, limit=limit)]
+        jobs = self._store.list(owner=owner, limit=limit)
+        return [self._unsaved[job.id][0] if job.id in self._unsaved else job for job in jobs]
+
+    def save_again(self) -> None:
+        """What could not be saved: the disk may have room now."""
+        for job_id, (_, changes) in list(self._unsaved.items()):
+            with suppress(StoreError):
+                self._store.finish(job_id, **changes)
+                self._unsaved.pop(job_id, None)
 
     def finish(self, job: Job, status: JobStatus, **changes: Any) -> None:
         """Save how a job ended; never raises. What cannot be saved now is shown from memory."""
@@ -100,8 +108,9 @@ class Records:
             except StoreError:
                 _log.exception("saving the end of job %s", job.id)
                 if pause is None or self._impatient():
-                    changes["finished_at"] = changes.pop("at")
-                    self._unsaved[job.id] = job.model_copy(update=changes)
+                    shown = {"finished_at" if name == "at" else name: value for name, value in changes.items()}
+                    shown.pop("of", None)
+                    self._unsaved[job.id] = (job.model_copy(update=shown), changes)
                     return
                 time.sleep(pause)
             else:
@@ -141,43 +150,37 @@ class Records:
         flight.write_beside(path, flight.record(now.model_copy(update={"finished_at": datetime.now(UTC)})))
         self.finish(job, JobStatus.COMPLETED, report=thin(report), **changes)
 
-    def saved(self, job_id: str) -> None:
-        """The store knows better than the memory now."""
-        self._unsaved.pop(job_id, None)
-
-    def recover(self, instance: Instance) -> Sequence[Job]:
+    def recover(self, instance: Instance) -> None:
         """Settle what dead instances left, remove their half-written folders and lock files.
-
-        Returns those that were interrupted, in the order in which they came.
 
         Raises:
             StoreError: the store cannot be read.
         """
         dead: dict[str, bool] = {}
-        interrupted = []
         for job, runner in self._store.unfinished():
             if runner not in dead:
                 dead[runner] = instance.is_dead(runner)
-            if dead[runner] and not self._settle(job):
-                interrupted.append(job)
+            if dead[runner]:
+                self._settle(job, runner)
         instance.sweep()
-        return interrupted
 
-    def _settle(self, job: Job) -> bool:
-        """A job whose process died: completed (True) if its video is in place, else interrupted."""
+    def _settle(self, job: Job, runner: str) -> None:
+        """A job whose process died: completed if its video is in place, canceled if that was asked, or interrupted."""
         shutil.rmtree(scratch_of(job), ignore_errors=True)
         try:
             found = read_metadata(job.output_path)
         except BadInput:
             found = {}
         if found.get("job") == job.id:
-            self.finish(job, JobStatus.COMPLETED, report=thin(Report.model_validate(found["report"])))
-            return True
+            self.finish(job, JobStatus.COMPLETED, report=thin(Report.model_validate(found["report"])), of=runner)
+            return
+        if self._store.cancel_requested(job.id):
+            self.finish(job, JobStatus.CANCELED, of=runner)
+            return
         message = (
             "Pocketreel ended (crash, power cut or kill) before this job did. Resume it: it goes on from what was kept."
         )
-        self.fail(job, ErrorKind.INTERRUPTED, message)
-        return False
+        self.fail(job, ErrorKind.INTERRUPTED, message, of=runner)
 
 
 def thin(report: Report) -> Report:

@@ -55,7 +55,7 @@ def resolve(draft: Draft, card: ModelCard, preset: HardwarePreset) -> tuple[Requ
     _between("num_inference_steps", steps, 1, lattice.max_num_inference_steps)
     _between("fps", fps, 1, 120)
     _between("guidance_scale", guidance, 0, 50)
-    _between("timeout_seconds", timeout, 1, MAX_TIMEOUT_SECONDS)
+    check_timeout(timeout)
     if draft.seed is not None and draft.seed != -1:  # -1 means "draw one" in every other program of the field
         _between("seed", draft.seed, 0, MAX_SEED)
         seed = draft.seed
@@ -77,6 +77,11 @@ def resolve(draft: Draft, card: ModelCard, preset: HardwarePreset) -> tuple[Requ
         timeout_seconds=timeout,
     )
     return request, tuple(notices)
+
+
+def check_timeout(seconds: float) -> None:
+    """Raises InvalidRequest for a time limit that is none."""
+    _between("timeout_seconds", seconds, 1, MAX_TIMEOUT_SECONDS)
 
 
 def _text(field: str, text: str) -> str:

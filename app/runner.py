@@ -24,6 +24,8 @@ from app.schema import Attempt, ErrorKind, Hardware, Job, JobStatus, ModelCard, 
 from app.store import Store
 from app.worker import Outcome, Worker
 
+TRIED_AGAIN = (ErrorKind.CRASH, ErrorKind.BLACK)
+
 
 class Planned(NamedTuple):
     plan: Plan
@@ -56,7 +58,7 @@ class Runner:
         self._planner = planner
         self._kept = Kept(settings)
         self._jobs = 0
-        self._first_rss = 0
+        self._first_rss, self._measured = 0, ""
         self.last: events.Completed | None = None
         """How the last video ended; its peaks say what the warm worker holds."""
 
@@ -66,6 +68,8 @@ class Runner:
         if begun is None:
             return
         job, log = begun
+        if self._lies_ready(job):
+            return
         began = time.monotonic()
         tried = [job.plan]
         resume = bool(job.attempts)
@@ -84,7 +88,7 @@ class Runner:
                 step = fallback.after(outcome, job.plan, tried, job.attempts, self._replan(job, card))
                 log = self._worker.ensure_started()
             except PlanError as error:
-                if outcome.kind in (ErrorKind.OOM, ErrorKind.RAM, ErrorKind.CRASH, ErrorKind.BLACK) and job.attempts:
+                if outcome.kind in (ErrorKind.OOM, ErrorKind.RAM) or (outcome.kind in TRIED_AGAIN and job.attempts):
                     outcome = outcome.model_copy(update={"message": f"{outcome.message} {error}"})
                 break
             except OSError:
@@ -95,16 +99,12 @@ class Runner:
             resume = True
             watcher.on_progress(None)
         self._end(job, outcome, log, watcher)
-        self._tidy()
-
-    def forget(self, job_id: str) -> None:
-        """Remove what a job kept."""
-        self._kept.forget(job_id)
+        self._tidy(f"{card.id} {job.plan.dtype}")
 
     def sweep(self) -> None:
         """Remove what is kept for nobody. Raises StoreError."""
-        unfinished = {job.id for job, _ in self._store.unfinished()}
-        self._kept.sweep(resumable={job.id for job in self._store.failed() if job.resumable}, unfinished=unfinished)
+        if self._kept.any:
+            self._kept.sweep(needed=self._store.in_need())
 
     # ------------------------------------------------------------------------------------------------ inside
 
@@ -125,8 +125,19 @@ class Runner:
         started = self._store.start(job.id, at=datetime.now(UTC), log_path=log, plan=planned.plan, facts=facts)
         return None if started is None else (started, log)  # None: canceled while it waited
 
+    def _lies_ready(self, job: Job) -> bool:
+        """Whether its video was made and checked before, and only could not be put into its place; tries that again."""
+        made = job.report is not None and job.report.output is not None
+        if not made or job.report is None or not (scratch_of(job) / events.VIDEO_NAME).is_file():
+            return False
+        self._records.complete(job, job.report)
+        self._kept.forget(job.id)
+        return True
+
     def _order(self, job: Job, card: ModelCard, *, resume: bool, spent: float) -> events.Run:
-        unfinished = {job.id for job, _ in self._store.unfinished()}
+        unfinished: set[str] | None = None  # not known: then no room is made
+        with suppress(StoreError):
+            unfinished = {job.id for job, _ in self._store.unfinished()}
         return events.Run(
             job_id=job.id,
             request=job.request,
@@ -182,20 +193,21 @@ class Runner:
         else:
             self._records.finish(job, JobStatus.CANCELED, receipt=outcome.receipt, **changes)
         ended = self._records.get(job.id)
-        if ended is None or not ended.resumable:
-            self.forget(job.id)
+        if ended is None or (ended.status.final and not ended.resumable):
+            self._kept.forget(job.id)
 
-    def _tidy(self) -> None:
+    def _tidy(self, model: str) -> None:
         """A worker that has done much or has grown makes room for a new one."""
         held = self._worker.rss_bytes()
         if held == 0:
-            self._jobs = self._first_rss = 0
+            self._jobs, self._measured = 0, ""
             return
-        self._first_rss = self._first_rss or held
+        if self._measured != model:  # each model has a size of its own
+            self._measured, self._first_rss = model, held
         grown = held - self._first_rss > self._settings.worker_growth_bytes
         if self._jobs >= self._settings.worker_max_jobs or grown:
             self._worker.stop()
-            self._jobs = self._first_rss = 0
+            self._jobs, self._measured = 0, ""
 
 
 def _attempt(plan: Plan, outcome: events.Failed, words: str) -> Attempt:

@@ -21,6 +21,7 @@ from app.value import GIB, Bytes, Seconds, Value
 
 __all__ = [
     "GIB",
+    "RESUMABLE",
     "Arrangement",
     "Attempt",
     "Backend",

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from app.errors import StoreError
-from app.schema import Job, JobStatus
+from app.schema import RESUMABLE, ErrorKind, Job, JobStatus
 
 MIGRATIONS: tuple[str, ...] = (
     """
@@ -129,34 +129,63 @@ class Store:
         anew = {"status": JobStatus.PENDING, "started_at": None, "finished_at": None, "error_kind": None, "error": None}
         return self._change(job_id, (JobStatus.FAILED,), {**anew, **changes}, runner=runner)
 
-    def failed(self) -> Sequence[Job]:
-        """Jobs that have failed, newest first."""
+    def interrupted(self) -> Sequence[Job]:
+        """Jobs that have failed because the program ended, oldest first."""
         rows = self._query(
-            "SELECT document FROM jobs WHERE status = ? ORDER BY seq DESC LIMIT 500", (JobStatus.FAILED,)
+            "SELECT document FROM jobs WHERE status = ? AND json_extract(document, '$.error_kind') = ? ORDER BY seq",
+            (JobStatus.FAILED, ErrorKind.INTERRUPTED),
         )
         return [job for job, _ in self._read(rows)]
 
-    def finish(self, job_id: str, *, status: JobStatus, at: datetime, **changes: Any) -> Job | None:
-        """To a final status; None if it had ended already, which then stands."""
-        return self._change(job_id, _OPEN, {"status": status, "finished_at": at, **changes})
+    def in_need(self) -> set[str]:
+        """Of all jobs that have not ended, or can be resumed: at one moment, so that none is missed in between."""
+        marks = ", ".join("?" * len(RESUMABLE))
+        rows = self._query(
+            "SELECT id FROM jobs WHERE status IN (?, ?) OR "  # noqa: S608 - a fixed text
+            f"(status = ? AND json_extract(document, '$.error_kind') IN ({marks}))",
+            (*_OPEN, JobStatus.FAILED, *sorted(RESUMABLE)),
+        )
+        return {row[0] for row in rows}
+
+    def finish(
+        self, job_id: str, *, status: JobStatus, at: datetime, of: str | None = None, **changes: Any
+    ) -> Job | None:
+        """To a final status; None if it had ended already, which then stands, or is another runner's than `of`."""
+        return self._change(job_id, _OPEN, {"status": status, "finished_at": at, **changes}, of=of)
 
     def _change(
-        self, job_id: str, allowed: tuple[JobStatus, ...], changes: dict[str, Any], runner: str | None = None
+        self,
+        job_id: str,
+        allowed: tuple[JobStatus, ...],
+        changes: dict[str, Any],
+        *,
+        runner: str | None = None,
+        of: str | None = None,
     ) -> Job | None:
         with self._transaction() as db:
-            row = db.execute("SELECT document FROM jobs WHERE id = ?", (job_id,)).fetchone()
+            row = db.execute("SELECT document, runner FROM jobs WHERE id = ?", (job_id,)).fetchone()
             if row is None:
                 return None
-            job = Job.model_validate_json(row[0])
-            if job.status not in allowed:
+            job = self._valid(row[0])
+            if job.status not in allowed or (of is not None and row[1] != of):
                 return None
             job = job.model_copy(update=changes)
             db.execute(
                 "UPDATE jobs SET status = ?, document = ? WHERE id = ?", (job.status, job.model_dump_json(), job_id)
             )
-            if runner is not None:  # it begins anew there, and what was asked before does not count
-                db.execute("UPDATE jobs SET runner = ?, cancel_requested = 0 WHERE id = ?", (runner, job_id))
+            if runner is not None:  # it begins anew there, as the newest, and what was asked before does not count
+                db.execute(
+                    "UPDATE jobs SET runner = ?, cancel_requested = 0, seq = (SELECT MAX(seq) FROM jobs) + 1 "
+                    "WHERE id = ?",
+                    (runner, job_id),
+                )
             return job
+
+    def _valid(self, document: str) -> Job:
+        try:
+            return Job.model_validate_json(document)
+        except ValidationError as error:
+            raise StoreError(f"{self._path} holds a job that cannot be read: {error}") from error
 
     def _read(self, rows: Sequence[Any]) -> Sequence[tuple[Job, Any]]:
         """Jobs with each row's second column. A document that is damaged stays where it is and hides no other."""

@@ -1,7 +1,8 @@
 """What the parent watches a run for: its time limits, progress that has stopped, and RAM that runs out.
 
-All of it from outside, so that it holds whatever the worker does. A run counts as moving while stages or steps end;
-while a model is loaded or downloaded also while its process reads or writes. A computer that sleeps does not count.
+All of it from outside, so that it holds whatever the worker does. A run counts as moving while stages or steps end; as
+long as no usual step is known (loading, decoding, a first step) also while its process computes, reads or writes: there
+a loop without an end is left to the time limits. A computer that sleeps does not count.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -22,8 +24,10 @@ LOOK_SECONDS = 1.0
 """Between two looks at the system."""
 LOW_LOOKS = 3
 """So many looks in a row must find RAM short: a moment's shortage passes."""
-MOVING_BYTES = 1 << 20
-"""Read or written between two looks, it means that loading goes on."""
+MOVING_BYTES, BUSY_SHARE = 1 << 20, 0.1
+"""Read or written, or of a core used, between two looks: it goes on. Counted where no usual step is known."""
+ASLEEP_SECONDS = 60.0
+"""So long between two looks the computer slept."""
 CAUSE_SECONDS = 1.0
 
 
@@ -49,25 +53,29 @@ class Watch:
         self._began = self._stage_began = self._moved = self._step_began = self._looked = clock()
         self._steps: list[float] = []
         self._low = 0
-        self._traffic = _traffic(pid)
+        self._looked_last = self._began
+        self._seen = _activity(pid)
 
     def saw(self, progress: Progress) -> None:
         """The worker told where it is."""
         now = self._clock()
         if progress.stage is not self.progress.stage:
             self._stage_began, self._steps = now, []
-        elif progress.step > self.progress.step:
-            self._steps.append((now - self._step_began) / (progress.step - self.progress.step))
+        elif progress.step == self.progress.step + 1:  # after a resume the first one tells many at once
+            self._steps.append(now - self._step_began)
         self.progress, self._step_began, self._moved = progress, now, now
 
     def look(self) -> tuple[ErrorKind, str] | None:
         """What ends the run now, with words for the person; None while all is well."""
         now, limits, stage = self._clock(), self._run.limits, self.progress.stage
+        if now - self._looked_last > ASLEEP_SECONDS:  # on Windows this clock runs on while the computer sleeps
+            self._forgive(now - self._looked_last)
+        self._looked_last = now
         whole = self._run.request.timeout_seconds
         if limits.spent_seconds + now - self._began > whole:
             return ErrorKind.TIMEOUT, (
-                f"The time limit of {whole:g} s passed during the stage {stage}, so the run was stopped. Raise the "
-                "limit and resume it, or choose fewer steps, fewer frames or a smaller size."
+                f"The time limit of {whole:g} s passed during the stage {stage}, so the run was stopped. Resume it "
+                "(it gets as long again), or choose fewer steps, fewer frames or a smaller size."
             )
         own = limits.stage_seconds.get(stage)
         if own is not None and now - self._stage_began > own:
@@ -79,6 +87,12 @@ class Watch:
             return None
         self._looked = now
         return self._look_at_ram() or self._look_at_progress(now)
+
+    def _forgive(self, seconds: float) -> None:
+        self._began += seconds
+        self._stage_began += seconds
+        self._step_began += seconds
+        self._moved += seconds
 
     def patience(self) -> float | None:
         """Seconds without progress that are too many now; None: this stage is not watched."""
@@ -101,10 +115,11 @@ class Watch:
         )
 
     def _look_at_progress(self, now: float) -> tuple[ErrorKind, str] | None:
-        if self.progress.stage is Stage.LOAD:
-            traffic = _traffic(self._pid)
-            if abs(traffic - self._traffic) > MOVING_BYTES:
-                self._moved, self._traffic = now, traffic
+        if not self._steps:  # nobody knows yet how long a step takes, or there are none
+            before, self._seen = self._seen, _activity(self._pid)
+            busy = self._seen.cpu_seconds - before.cpu_seconds > BUSY_SHARE * LOOK_SECONDS
+            if busy or abs(self._seen.bytes - before.bytes) > MOVING_BYTES:
+                self._moved = now
         patience = self.patience()
         if patience is None or now - self._moved <= patience:
             return None
@@ -115,6 +130,21 @@ class Watch:
             f"Nothing moved for {now - self._moved:.0f} s in {where}, so the run was stopped. {cause(self._pid)} "
             "The log shows where it hung. What was computed is kept: resume it once the cause is gone."
         )
+
+
+class Activity(NamedTuple):
+    """What a process has done so far."""
+
+    cpu_seconds: float
+    bytes: int
+
+
+def _activity(pid: int) -> Activity:
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return Activity(0.0, 0)
+    return Activity(times.user + times.system, _traffic(pid))
 
 
 def cause(pid: int) -> str:

@@ -33,6 +33,8 @@ Outcome = events.Completed | events.Failed | events.Canceled
 
 TERMINATE_SECONDS = 0.3
 """Between asking a process to end and ending it by force. It holds nothing that is worth a longer wait."""
+KILLED = 9
+"""SIGKILL, which Windows has no name for."""
 DUMP_SECONDS = 0.5
 """For the stacks of a worker that hangs to come into its log."""
 LOG_BYTES = 4 * 2**20
@@ -313,7 +315,7 @@ class Worker:
             return self._forced(run, asked_at)
         self.kill()
         now_killed = oom_kills()
-        if status in (-signal.SIGKILL, 128 + signal.SIGKILL) and kills is not None and now_killed != kills:
+        if status in (-KILLED, 128 + KILLED) and kills is not None and now_killed != kills:
             return _failed(
                 run,
                 ErrorKind.RAM,
@@ -321,18 +323,18 @@ class Worker:
                 "other programs, or choose a smaller size or fewer frames.",
                 watch,
             )
-        hint = "Generate again; if it happens again, the log says more"
+        hint = "If it happens again, the log says more"
         if status is None:
             how = "spoke nonsense and was ended"
         elif status < 0:
             how = f"ended by itself (signal {_signal_name(-status)})"
         else:
             how = f"ended by itself (status {status})"
-        if status == -signal.SIGKILL and now_killed is None:
+        if status == -KILLED and now_killed is None:
             hint = (
                 "Often the system does this when memory (RAM) runs out: close other programs or choose a smaller size"
             )
-        message = f"The worker process {how} during the stage {stage}. {hint}: {process.log}"
+        message = f"The worker process {how} during the stage {stage}. {hint}."
         return _failed(run, ErrorKind.CRASH, message, watch)
 
 

@@ -151,6 +151,14 @@ def test_what_would_end_in_the_same_way_ends_the_job(kind: ErrorKind) -> None:
     assert all_tries(kind, Stage.DENOISE, plan(ladder=LADDER))[0] == []
 
 
+def test_what_a_person_resumed_counts_anew() -> None:
+    crash = Attempt(at="2026-11-30T00:00:00Z", kind=ErrorKind.CRASH, message="", then="again")
+    resumed = crash.model_copy(update={"then": fallback.RESUMED})
+    with pytest.raises(PlanError, match="twice"):
+        fallback.after(failure(ErrorKind.CRASH), plan(), [], [crash], nothing_fits)
+    assert fallback.after(failure(ErrorKind.CRASH), plan(), [], [crash, resumed], nothing_fits).plan == plan()
+
+
 def test_there_is_an_end_however_many_plans_there_are() -> None:
     count = iter(range(1, 1000))
     words, end = all_tries(

@@ -19,6 +19,7 @@ from app.schema import (
     GpuProcess,
     Job,
     JobStatus,
+    OutputReport,
     Progress,
     Report,
     Sample,
@@ -61,7 +62,11 @@ def job(**changes: Any) -> Job:
 
 
 def test_it_tells_the_run_and_nothing_of_the_person() -> None:
-    document = flight.record(job())
+    output = OutputReport(
+        path=Path("/home/ann/videos/clip.mp4"), size_bytes=1, sha256="", frames_sha256="", width=1, height=1,
+        num_frames=1, fps=1, mean_luma=1.0,
+    )  # fmt: skip
+    document = flight.record(job(report=report(output=output), error="It ended. The log: /home/ann/logs/worker.log"))
     assert document["request"]["prompt"] == "a red ball"
     assert document["attempts"][0]["then"] == "in tiles"
     assert document["hardware"]["gpus"][0]["name"] == "NVIDIA GeForce RTX 3060"
@@ -82,6 +87,7 @@ def test_it_lies_beside_the_video_and_takes_nobodys_place(tmp_path: Path) -> Non
     assert second == tmp_path / "clip-j.pocketreel.json"
     assert first.read_text() == "a shopping list"
     assert flight.write_beside(tmp_path / "missing" / "clip.mp4", flight.record(job())) is None
+    assert flight.write_beside(tmp_path / f"{'長' * 80}.mp4", flight.record(job())) is None, "a name that is too long"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"pocketreel": 1}', "\0"])

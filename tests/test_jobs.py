@@ -20,7 +20,8 @@ from app.errors import InvalidRequest, NotFound, OutputExists, StoreError
 from app.jobs import MAX_PENDING_PER_OWNER, JobService
 from app.mp4 import read_metadata
 from app.outputs import scratch_of
-from app.schema import GIB, Draft, ErrorKind, GpuProcess, Job, JobStatus, Stage
+from app.runner import Planned
+from app.schema import GIB, Draft, ErrorKind, GpuProcess, Job, JobStatus, ModelCard, Request, Stage
 from app.worker import Worker
 from tests import values
 
@@ -300,6 +301,52 @@ def test_failures_have_a_kind_and_words(shared_held: Held, point: str, mode: str
     shared_held.worker.kill()  # its disk may be full
 
 
+def test_a_black_picture_is_decoded_again_otherwise(shared_held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = shared_held.service._runner
+    usual = runner._planner
+
+    def in_half(request: Request, card: ModelCard, **limits: int) -> Planned:
+        planned = usual(request, card, **limits)
+        held = tuple(
+            one.model_copy(update={"dtype": "bfloat16"}) if one.component == "vae" else one
+            for one in planned.plan.placements
+        )
+        return planned._replace(plan=planned.plan.model_copy(update={"placements": held}))
+
+    monkeypatch.setattr(runner, "_planner", in_half)
+    service = shared_held.order("decode", "black")
+    job = finish(service, service.submit(SMALL, owner=ME))
+    assert job.status is JobStatus.COMPLETED, job.error
+    (attempt,) = job.attempts
+    assert (attempt.kind, attempt.then) == (ErrorKind.BLACK, "the frames are decoded in float32")
+    assert job.report.resumed_at == SMALL.num_inference_steps
+    only_the_video(service, job)
+
+
+def test_a_time_limit_that_is_none_is_refused_and_the_job_stays(held: Held) -> None:
+    service = held.order("denoise:3", "oom")
+    job = finish(service, service.submit(SMALL, owner=ME))
+    for seconds in (-1.0, 0.0, float("inf"), float("nan")):
+        with pytest.raises(InvalidRequest):
+            service.resume(job.id, owner=ME, timeout_seconds=seconds)
+    assert service.get(job.id, owner=ME).resumable
+
+
+def test_a_database_that_is_locked_between_two_tries_does_not_end_the_job(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = held.order("denoise:3", "exit")
+
+    def locked(*_: object, **__: object) -> None:
+        raise StoreError("database is locked")
+
+    monkeypatch.setattr(service.store, "unfinished", locked)
+    monkeypatch.setattr(service.store, "note", locked)
+    job = finish(service, service.submit(SMALL, owner=ME))
+    assert job.status is JobStatus.COMPLETED, job.error
+    assert job.report.resumed_at == 3
+
+
 def test_the_time_limit_holds_from_outside(shared_held: Held) -> None:
     service = shared_held.ordinary()
     assert finish(service, service.submit(SMALL, owner=ME)).status is JobStatus.COMPLETED  # warm: the limit is short
@@ -378,6 +425,9 @@ def test_a_store_that_stays_broken_does_not_stop_the_service(
         assert job.status is JobStatus.COMPLETED
         assert job.output_path.is_file()
         assert shared.list(owner=ME)[0].status is JobStatus.COMPLETED
+        assert shared.store.get(job.id).status is JobStatus.RUNNING
+    shared._records.save_again()
+    assert shared.store.get(job.id).status is JobStatus.COMPLETED, "saved once it could be"
     assert finish(shared, shared.submit(SMALL, owner=ME)).status is JobStatus.COMPLETED
 
 
@@ -407,6 +457,53 @@ def test_the_warm_worker_s_own_memory_is_free_for_the_next_job(shared: JobServic
     free = shared._with_own_worker(found)
     assert free.gpus[0].free_bytes == 10 * GIB
     assert 200 * 2**20 < free.ram_available_bytes - 2 * GIB < 4 * GIB
+
+
+def test_what_was_interrupted_is_taken_up_at_the_start_but_not_for_ever(held: Held, settings: Settings) -> None:
+    service = held.order("denoise:1", "soft")
+    job = service.submit(SMALL, owner=ME)
+    reach(service, job, "denoise:1")
+    service.close()
+    for _ in range(2):  # it ends the program each time
+        again = JobService(settings, worker=held.worker, adopt=True)
+        held.order("encode", "soft")
+        assert again.get(job.id, owner=ME).status in (JobStatus.PENDING, JobStatus.RUNNING)
+        reach(again, job, "")
+        again.close()
+    last = JobService(settings, worker=held.worker, adopt=True)
+    held.service = last
+    held.ordinary()
+    assert last.get(job.id, owner=ME).error_kind is ErrorKind.INTERRUPTED
+    assert finish(last, last.resume(job.id, owner=ME)).status is JobStatus.COMPLETED
+
+
+def test_a_canceled_job_of_a_dead_process_is_canceled(settings: Settings) -> None:
+    first = JobService(settings)
+    job = values.job("of the dead", status=JobStatus.RUNNING, output_path=settings.outputs / "x.mp4")
+    first.store.add(job, runner="of a dead process")
+    first.store.request_cancel(job.id)
+    first.close()
+    second = JobService(settings)
+    assert second.get(job.id, owner=ME).status is JobStatus.CANCELED
+    second.close()
+
+
+def test_a_video_that_could_not_be_moved_is_only_moved_when_resumed(
+    shared: JobService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("app.records.publish_somehow", full)
+        job = finish(shared, shared.submit(SMALL, owner=ME))
+    assert job.error_kind is ErrorKind.DISK
+    assert (scratch_of(job) / "video.mp4").is_file()
+    began = time.monotonic()
+    job = finish(shared, shared.resume(job.id, owner=ME))
+    assert job.status is JobStatus.COMPLETED, job.error
+    assert time.monotonic() - began < 5
+    only_the_video(shared, job)
 
 
 def test_closing_says_what_became_of_the_jobs(held: Held, settings: Settings) -> None:

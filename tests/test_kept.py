@@ -43,16 +43,24 @@ def test_room_is_made_by_what_was_left_longest(settings: Settings) -> None:
 
 
 def test_without_a_quota_nothing_is_kept(settings: Settings) -> None:
-    assert kept(settings, checkpoint_quota_bytes=0).order("own", resume=False, unfinished=()) is None
+    assert kept(settings, checkpoint_quota_bytes=0).order("own", resume=False, unfinished=()).quota_bytes == 0
 
 
 def test_what_nobody_can_resume_is_removed(settings: Settings) -> None:
-    for job_id, age in (("gone", 0.0), ("failed", 0.0), ("long ago", 3 * 86400.0), ("runs", 3 * 86400.0)):
-        put(settings, job_id, 1, age=age)
-    kept(settings, checkpoint_days=2.0).sweep(resumable={"failed", "long ago"}, unfinished={"runs"})
-    assert names(settings) == {"failed", "runs"}
+    for job_id, days in (
+        ("gone", 0.0),
+        ("failed", 1.0),
+        ("long ago", 3.0),
+        ("clock was wrong", 9000.0),
+        ("future", -9.0),
+    ):
+        put(settings, job_id, 1, age=days * 86400)
+    needed = {"failed", "long ago", "clock was wrong", "future"}
+    kept(settings, checkpoint_days=2.0).sweep(needed=needed)
+    assert names(settings) == {"failed", "clock was wrong", "future"}
 
 
 def test_a_folder_that_is_not_there_is_no_error(settings: Settings) -> None:
-    kept(settings).sweep(resumable=(), unfinished=())
+    assert not kept(settings).any
+    kept(settings).sweep(needed=())
     kept(settings).forget("nobody")

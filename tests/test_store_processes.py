@@ -111,12 +111,14 @@ def test_processes_that_die_leave_one_story(tmp_path: Path, seed: int) -> None:
     assert added <= set(jobs), "what was said to be added is there"
     # one that was killed between the commit and its note left at most one thing untold
     assert len(set(jobs) - added) <= 2
+    untold = 0
     for job_id, told in ends.items():
         finishes = sum(status.final for status in told)
         resumes = len(told) - finishes
-        assert abs(finishes - resumes) <= 2, "an end can be told once only, unless it was taken up again between"
+        untold += max(0, finishes - resumes - 1, resumes - finishes)
         if resumes == 0 and jobs[job_id].status.final:
             assert [status for status in told if status.final] == [jobs[job_id].status]
+    assert untold <= 2, "an end is told once only, unless the job was taken up again in between"
     assert any(len(told) > 1 for told in ends.values())
 
 

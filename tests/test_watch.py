@@ -34,8 +34,12 @@ class Run:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def still(monkeypatch: pytest.MonkeyPatch) -> list[watch.Activity]:
+    """What the watched process has done, for the test to change; nothing by itself."""
     monkeypatch.setattr(watch, "CAUSE_SECONDS", 0.05)
+    done = [watch.Activity(0.0, 0)]
+    monkeypatch.setattr(watch, "_activity", lambda pid: done[-1])
+    return done
 
 
 def test_the_jobs_time_limit_counts_what_earlier_tries_took() -> None:
@@ -80,14 +84,45 @@ def test_stages_that_are_not_watched_may_take_their_time() -> None:
     assert Run(stall_seconds={Stage.DENOISE: 1.0}).at(50, Stage.DECODE) is None
 
 
-def test_loading_that_reads_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = [0]
-    monkeypatch.setattr(watch, "_traffic", lambda pid: read[0])
-    run = Run(stall_seconds={Stage.LOAD: 5.0})
+@pytest.mark.parametrize("stage", [Stage.LOAD, Stage.DECODE])
+@pytest.mark.parametrize("more", [watch.Activity(0.0, 2 * watch.MOVING_BYTES), watch.Activity(1.0, 0)])
+def test_what_reads_or_computes_without_steps_is_no_stall(
+    still: list[watch.Activity], stage: Stage, more: watch.Activity
+) -> None:
+    run = Run(stall_seconds={stage: 5.0})
+    run.at(1, stage)
     for second in range(2, 30, 2):
-        read[0] += 2 * watch.MOVING_BYTES
+        still[0] = watch.Activity(still[0].cpu_seconds + more.cpu_seconds, still[0].bytes + more.bytes)
         assert run.at(second) is None
     assert run.at(36) is ErrorKind.STALL
+
+
+def test_computing_in_a_step_of_known_length_is_a_stall(still: list[watch.Activity]) -> None:
+    run = Run(stall_seconds={Stage.DENOISE: 4.0}, stall_factor=3.0)
+    for step in range(3):
+        run.at(1 + step, Stage.DENOISE, step, 9)
+    for second in range(4, 8):
+        still[0] = watch.Activity(float(second), 0)
+        found = run.at(second)
+    assert found is None
+    assert run.at(9) is ErrorKind.STALL
+
+
+def test_the_first_step_after_a_resume_is_not_taken_for_many() -> None:
+    run = Run(stall_seconds={Stage.DENOISE: 4.0}, stall_factor=3.0)
+    run.at(1, Stage.DENOISE, 0, 9)
+    run.at(7, Stage.DENOISE, 6, 9)
+    assert run.watch.patience() == 4.0
+    run.at(13, Stage.DENOISE, 7, 9)
+    assert run.watch.patience() == 18.0
+
+
+def test_a_computer_that_slept_does_not_count() -> None:
+    run = Run(stall_seconds=dict.fromkeys(Stage, 10.0))
+    assert run.at(1, Stage.DENOISE, 0, 9) is None
+    assert run.at(4000) is None, "an hour with the lid closed"
+    assert run.at(4008) is None
+    assert run.at(4011) is ErrorKind.STALL
 
 
 def test_ram_must_be_short_several_times() -> None:

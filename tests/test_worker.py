@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import subprocess
@@ -152,3 +153,14 @@ def test_torch_view_is_plain_data() -> None:
     view = torch_view()
     assert view["torch"]
     assert isinstance(view["devices"], list)
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGUSR1"])
+def test_no_signal_is_used_that_windows_lacks(name: str) -> None:
+    """But behind a question for the system or for the signal itself."""
+    for path in sorted((Path(__file__).parents[1] / "app").rglob("*.py")):
+        source = path.read_text("utf-8")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Attribute) and node.attr == name and ast.unparse(node.value) == "signal":
+                before = "\n".join(source.splitlines()[max(0, node.lineno - 8) : node.lineno])
+                assert 'os.name == "posix"' in before or f'hasattr(signal, "{name}")' in before, f"{path}:{node.lineno}"

@@ -30,6 +30,11 @@ FORMAT = 1
 _KEY = "pocketreel"
 
 
+UNREADABLE = (
+    OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError
+)  # fmt: skip
+
+
 class CheckpointRefused(PocketreelError):
     """The file is missing, damaged, or belongs to something else; the message says which."""
 
@@ -65,7 +70,8 @@ def write(path: Path, tree: Any, facts: JsonObject, device: torch.device) -> Non
         OSError: the disk is full, read-only or gone.
     """
     packed = pack(tree, device)
-    header = {"format": FORMAT, "facts": facts, "tree": packed.shape, "sha256": _digest(packed.tensors)}
+    header = {"format": FORMAT, "facts": facts, "tree": packed.shape}
+    header["sha256"] = _digest(header, packed.tensors)
     data = save(packed.tensors, metadata={_KEY: json.dumps(header)})
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_suffix(".half")
@@ -92,15 +98,15 @@ def read(path: Path, facts: JsonObject, device: torch.device) -> Any:
             header = json.loads((file.metadata() or {})[_KEY])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
         if header["format"] != FORMAT:
-            raise CheckpointRefused(f"{path} was written by another version of Pocketreel.")
+            raise CheckpointRefused(f"{path.name} was written by another version of Pocketreel.")
+        if header.pop("sha256") != _digest(header, tensors):
+            raise CheckpointRefused(f"{path.name} is damaged (its checksum does not match).")
         others = sorted(name for name in {**facts, **header["facts"]} if facts.get(name) != header["facts"].get(name))
         if others:
-            raise CheckpointRefused(f"{path} belongs to something else ({', '.join(others)} differ).")
-        if header["sha256"] != _digest(tensors):
-            raise CheckpointRefused(f"{path} is damaged (its checksum does not match).")
+            raise CheckpointRefused(f"{path.name} belongs to something else ({', '.join(others)} differ).")
         return unpack(header["tree"], tensors, device)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, NotKept) as error:
-        raise CheckpointRefused(f"{path} cannot be read: {error}") from error
+    except (*UNREADABLE, NotKept) as error:
+        raise CheckpointRefused(f"{path.name} cannot be read ({type(error).__name__}).") from error
 
 
 def pack(tree: Any, device: torch.device) -> _Packed:
@@ -190,8 +196,9 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-def _digest(tensors: dict[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256()
+def _digest(header: JsonObject, tensors: dict[str, torch.Tensor]) -> str:
+    """Of all that the file says: a wrong step count would spoil the frames as a wrong tensor does."""
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

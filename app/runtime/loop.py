@@ -108,6 +108,7 @@ class Loop:
             receipt = Receipt(
                 seconds=0.0,  # the parent knows when it was asked for
                 forced=False,
+                model_kept=self._pipe is not None,
                 ram_before_bytes=before[0],
                 ram_after_bytes=after[0],
                 vram_before_bytes=before[1],
@@ -139,7 +140,7 @@ class Loop:
         self._ensure_loaded(run, key)
         self.control.check()
         if run.keep is not None:
-            facts = resume.facts_of(run.job_id, run.card, run.request, versions())
+            facts = resume.facts_of(run.job_id, run.card, run.request, run.plan.dtype, versions())
             self._keeper = resume.Keeper(run.keep, facts)
         pixels = pipeline.generate(self._pipe, run.request, self.control, clock, self._keeper)
         clock.enter(Stage.EXPORT, total=len(pixels))
@@ -262,15 +263,13 @@ def versions() -> dict[str, str]:
 
 
 def _explain(error: Exception) -> tuple[ErrorKind, str]:
-    import torch  # noqa: PLC0415
-
-    from app.runtime.memory import is_ram_error  # noqa: PLC0415
+    from app.runtime.memory import is_driver_error, is_ram_error, is_vram_error  # noqa: PLC0415
 
     if isinstance(error, GenerationFailed):
         return error.kind, str(error)
     if isinstance(error, PocketreelError):
         return ErrorKind.INVALID, str(error)
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_vram_error(error):
         return ErrorKind.OOM, (
             "The graphics card ran out of memory. Choose a preset for a smaller card, fewer frames or a smaller size, "
             "or close other programs that use the card."
@@ -280,6 +279,8 @@ def _explain(error: Exception) -> tuple[ErrorKind, str]:
             "The computer ran out of memory (RAM). Close other programs, choose a smaller size or fewer frames"
             + (", or make the Windows pagefile larger." if os.name == "nt" else ".")
         )
+    if is_driver_error(error):
+        return ErrorKind.CRASH, f"The graphics card or its driver failed: {str(error).splitlines()[0]}"
     return ErrorKind.INVALID, f"The model's code failed: {type(error).__name__}: {error}"
 
 

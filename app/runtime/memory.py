@@ -7,6 +7,7 @@ Not counted: ffmpeg, a process of its own (some 50 MB), and pages that only the 
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable
@@ -27,8 +28,27 @@ _SAMPLE_SECONDS = 0.05
 def is_ram_error(error: BaseException) -> bool:
     """Whether host memory ran out, in the words of Python, of torch on Linux and Windows, and of Windows itself."""
     said = str(error)
-    words = ("can't allocate memory", "DefaultCPUAllocator: not enough memory", "os error 1455")
+    words = ("an't allocate memory", "annot allocate memory", "CPUAllocator: not enough memory", "os error 1455")
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
     return isinstance(error, MemoryError) or any(word in said for word in words)
+
+
+def is_vram_error(error: BaseException) -> bool:
+    """Whether a card's memory ran out, in torch's words and in those of the libraries that it calls."""
+    words = (
+        "CUDA error: out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+        "CUDNN_STATUS_ALLOC_FAILED",
+        "HIP out of memory",
+    )
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
+
+
+def is_driver_error(error: BaseException) -> bool:
+    """Whether a card or its driver failed: this process cannot use it any more, a new one often can."""
+    words = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "HIP error", "unspecified launch failure")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 class RamPeak:

@@ -146,6 +146,11 @@ def check_frames(frames: Frames) -> None:
             "The model produced a black picture, so no video was written. Try another seed or prompt; if it stays "
             "black, the number format does not suit the card: choose the CPU preset."
         )
+    if max(float(np.ptp(frame, axis=(0, 1)).max()) for frame in frames) < 2 / 255:
+        raise InvalidOutput(
+            "The model produced frames of a single colour without any picture, so no video was written. Try another "
+            "seed or prompt; if it stays so, the number format does not suit the card: choose the CPU preset."
+        )
 
 
 def to_pixels(frames: Frames) -> Pixels:
@@ -236,7 +241,7 @@ def _staged(pipe: Any, request: Request, control: Control, clock: StageClock) ->
         def decoding(*args: Any, **kwargs: Any) -> Any:
             control.check()
             clock.enter(Stage.DECODE)
-            return decode(*args, **kwargs)
+            return decode(*_as_held(pipe, args), **kwargs)
 
         vae.decode = decoding
     try:
@@ -249,6 +254,15 @@ def _staged(pipe: Any, request: Request, control: Control, clock: StageClock) ->
                 del vae.decode
             else:
                 vae.decode = own_decode
+
+
+def _as_held(pipe: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Latents in the number format that the VAE is planned in: some pipelines take it for the denoiser's."""
+    now = placement.placed(pipe)
+    held = now.placements.get("vae") if now is not None else None
+    if held is None or not args or not isinstance(args[0], torch.Tensor) or not args[0].is_floating_point():
+        return args
+    return (args[0].to(getattr(torch, held.dtype)), *args[1:])
 
 
 def _first_line(error: BaseException) -> str:

@@ -36,8 +36,11 @@ LEAST_SECONDS, WRITING_SHARE = 2.0, 20
 many of the time that computing takes."""
 
 
-def facts_of(job_id: str, card: ModelCard, request: Request, versions: dict[str, str]) -> JsonObject:
-    """What a checkpoint belongs to. Another plan may go on from it, another model, request or diffusers may not."""
+def facts_of(job_id: str, card: ModelCard, request: Request, dtype: str, versions: dict[str, str]) -> JsonObject:
+    """What a checkpoint belongs to.
+
+    Another plan may go on from it, but not in another number format, and no other model, request or diffusers.
+    """
     model = card.model_dump(mode="json", include={"repo_id", "revision", "folder", "pipeline"})
     if card.folder is not None:
         seen = [
@@ -48,7 +51,7 @@ def facts_of(job_id: str, card: ModelCard, request: Request, versions: dict[str,
         model["files"] = hashlib.sha256(repr(seen).encode()).hexdigest()
     asked = request.model_dump(mode="json", exclude={"timeout_seconds", "preset", "fps"})
     known = {name: versions[name] for name in ("torch", "diffusers", "transformers")}
-    return {"job": job_id, "model": model, "request": asked, "versions": known}
+    return {"job": job_id, "model": model, "request": asked, "dtype": dtype, "versions": known}
 
 
 class Keeper:
@@ -168,20 +171,29 @@ class Keeper:
             "generator": _state_words(self._generator.get_state()),
             "torch": _state_words(torch.get_rng_state()),
         }
-        size = checkpoint.size_of(tree) + checkpoint.size_of(self._prompts)
+        if self._prompts_kept or self._write_prompts():
+            self._put(folder / STEPS, tree, also=checkpoint.size_of(self._prompts))
+        self._written_at = time.monotonic()
+        self._cost = self._written_at - began
+
+    def _write_prompts(self) -> bool:
+        self._prompts_kept = self._put(self._order.folder / PROMPT, self._prompts, also=0)
+        return self._prompts_kept
+
+    def _put(self, path: Path, tree: Any, *, also: int) -> bool:
+        """Whether it was written; `also` are bytes that lie there already."""
+        if self._order.quota_bytes == 0:  # the person wants none
+            return False
+        size = checkpoint.size_of(tree) + also
         if size > self._order.quota_bytes:
             self._lost(f"it needs {size / 2**20:.0f} MiB, more than is left of the quota for such files")
-            return
+            return False
         try:
-            if not self._prompts_kept:
-                checkpoint.write(folder / PROMPT, self._prompts, self._facts, self._device)
-                self._prompts_kept = True
-            checkpoint.write(folder / STEPS, tree, self._facts, self._device)
+            checkpoint.write(path, tree, self._facts, self._device)
         except (OSError, checkpoint.NotKept) as error:
             self._lost(getattr(error, "strerror", None) or str(error))
-        finally:
-            self._written_at = time.monotonic()
-            self._cost = self._written_at - began
+            return False
+        return True
 
     def _lost(self, why: str) -> None:
         text = f"This run could not have been resumed for a part of it: nothing could be kept ({why})."
@@ -223,6 +235,8 @@ class Keeper:
                 return call(module, *args, **kwargs)
             if self.skipping and self._kept is not None and name in self._kept["answers"]:
                 return _zeros(self._kept["answers"][name], self._device)
+            if not self._prompts_kept and time.monotonic() - self._began > LEAST_SECONDS:
+                self._write_prompts()  # the first step is where memory falls short
             result = call(module, *args, **kwargs)
             if name not in self._answers:
                 with suppress(checkpoint.NotKept):  # then its steps are computed again

@@ -232,7 +232,10 @@ class MakeTab:
         try:
             self._service.resume(job_id or "", owner=owner)
         except PocketreelError as error:
-            raise gr.Error(escape(str(error)), print_exception=False) from None
+            words = str(error)
+            if owner != LOCAL_OWNER:  # where things lie here is nobody else's matter
+                words = words.replace(str(self._service.settings.data_dir), "the data folder")
+            raise gr.Error(escape(words), print_exception=False) from None
 
     def _cancel(self, request: gr.Request, shown: Any, job_id: str | None) -> tuple[Any, ...]:
         if job_id is not None:

@@ -88,7 +88,7 @@ def receipt_words(receipt: Receipt) -> str:
         max(0, before - receipt.vram_after_bytes.get(device, 0)) for device, before in receipt.vram_before_bytes.items()
     )
     back = [f"{memory(ram)} of RAM", *([f"{memory(vram)} of VRAM"] if receipt.vram_before_bytes else [])]
-    model = "the model must be loaded again" if receipt.forced else "the model stays loaded"
+    model = "the model stays loaded" if receipt.model_kept else "the model must be loaded again"
     return f"It stopped within {receipt.seconds:.1f} s and gave back {' and '.join(back)}; {model}."
 
 

@@ -160,6 +160,8 @@ def test_black_and_broken_frames_are_refused() -> None:
         broken[3, 5, 5, 0] = bad
         with pytest.raises(InvalidOutput, match="NaN"):
             check_frames(broken)
+    with pytest.raises(InvalidOutput, match="single colour"):
+        check_frames(np.full((5, 32, 32, 3), 0.5, np.float32) + np.linspace(0, 0.2, 5)[:, None, None, None])
 
 
 def test_metadata_is_plain_json_for_other_tools(tmp_path: Path) -> None:

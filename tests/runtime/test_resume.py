@@ -193,6 +193,44 @@ def test_a_damaged_file_is_refused_and_that_part_starts_over(
     assert again.keeper.resumed_at == (STEPS if name == resume.PROMPT else 0)
 
 
+@pytest.mark.parametrize("change", [(b'[[\\"steps\\", 4', b'[[\\"steps\\", 3'), (b'calls\\", [4]', b'calls\\", [2]')])
+def test_a_number_that_was_changed_is_seen(pipe: Any, tmp_path: Path, change: tuple[bytes, bytes]) -> None:
+    Run("wan", keep(tmp_path)).frames(pipe)
+    path = tmp_path / resume.STEPS
+    data = path.read_bytes()
+    assert data.count(change[0]) == 1, data[:300]
+    path.write_bytes(data.replace(*change))
+    again = Run("wan", keep(tmp_path, resume=True))
+    again.frames(pipe)
+    assert again.keeper.resumed_at == 0
+    assert "checksum" in again.keeper.notes[0]
+    assert str(tmp_path) not in again.keeper.notes[0], "others may read it"
+
+
+def test_text_is_kept_before_the_first_step(pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory falls short first; but not for a text that is encoded in a moment."""
+    monkeypatch.setattr(resume, "LEAST_SECONDS", 0.0)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    hook = pipe.transformer.blocks[0].register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        Run("wan", keep(tmp_path)).frames(pipe)
+    hook.remove()
+    assert [path.name for path in tmp_path.iterdir()] == [resume.PROMPT]
+
+
+def test_invalid_numbers_are_seen_without_a_quota_too(
+    pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "_finite", lambda result: False)
+    run = Run("wan", keep(tmp_path, quota_bytes=0))
+    with pytest.raises(InvalidOutput, match="Step 1"):
+        run.frames(pipe)
+    assert run.keeper.notes == []
+
+
 def test_somebody_elses_is_refused(pipe: Any, tmp_path: Path) -> None:
     Run("wan", keep(tmp_path)).frames(pipe)
     again = Run("wan", keep(tmp_path, resume=True), {**FACTS, "job": "another"})

@@ -436,6 +436,7 @@ def test_a_cancel_shows_its_receipt() -> None:
     receipt = Receipt(
         seconds=0.24,
         forced=False,
+        model_kept=True,
         ram_before_bytes=3 * GIB,
         ram_after_bytes=2 * GIB,
         vram_before_bytes={"cuda:0": 8 * GIB},
