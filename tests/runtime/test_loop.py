@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from app import events
-from app.runtime import placement
+from app.errors import OutputNotWritten
+from app.runtime import pipeline, placement
 from app.runtime.control import Control
-from app.runtime.loop import Channel, Loop, Timeline
-from app.schema import Placement, Plan, Strategy
+from app.runtime.loop import Channel, Loop, Timeline, _explain
+from app.runtime.memory import StageClock
+from app.schema import ErrorKind, Placement, Plan, Strategy
 from tests import values
-from tests.runtime.families import DEMO
+from tests.runtime.families import CALLS, DEMO, FAMILIES
 
 NAMES = ("transformer", "text_encoder", "text_encoder_2", "vae")
 
@@ -94,3 +96,51 @@ def test_from_the_disk_no_weight_is_ever_loaded_as_a_whole(tmp_path: Path, monke
     assert report["output"]["frames_sha256"] == usual["output"]["frames_sha256"]
     assert {path: path.stat().st_mtime_ns for path in DEMO.rglob("*")} == before
     assert torch.get_num_threads() > 0
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), ErrorKind.OOM),
+        (RuntimeError("CUDA error: out of memory"), ErrorKind.OOM),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"), ErrorKind.OOM),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), ErrorKind.OOM),
+        (MemoryError(), ErrorKind.RAM),
+        (OSError(12, "Cannot allocate memory"), ErrorKind.RAM),
+        (RuntimeError("unable to mmap 5 bytes from file <x>: Cannot allocate memory (12)"), ErrorKind.RAM),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"), ErrorKind.RAM),
+        (RuntimeError("CUDA error: unspecified launch failure"), ErrorKind.CRASH),
+        (RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors"), ErrorKind.CRASH),
+        (RuntimeError("cuBLAS error: CUBLAS_STATUS_EXECUTION_FAILED"), ErrorKind.CRASH),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ErrorKind.INVALID),
+        (KeyError("x"), ErrorKind.INVALID),
+        (OutputNotWritten("The disk is full."), ErrorKind.DISK),
+    ],
+)
+def test_what_failed_has_a_kind(error: Exception, kind: ErrorKind) -> None:
+    found, words = _explain(error)
+    assert found is kind
+    assert words.endswith((".", "!")) or ":" in words
+    assert "\n" not in words
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi asks for float32, which it gets anyway
+@pytest.mark.parametrize("family", ["cogvideox", "mochi", "wan"])
+def test_latents_come_to_the_vae_in_its_own_number_format(family: str) -> None:
+    """Decoding again in float32 what was drawn in bfloat16: some pipelines hand it over as it is."""
+    pipe = FAMILIES[family]().to(dtype=torch.bfloat16)
+    pipe.vae.to(torch.float32)
+    held = tuple(
+        Placement(
+            component=name,
+            strategy=Strategy.CPU,
+            device="cpu",
+            dtype="float32" if name == "vae" else "bfloat16",
+            weight_bytes=0,
+        )
+        for name in placement.modules_of(pipe)
+    )
+    placement.place(pipe, values.plan(placements=held, dtype="bfloat16"))
+    size = {name: CALLS[family][name] for name in ("height", "width", "num_frames", "num_inference_steps")}
+    made = pipeline.generate(pipe, values.request(**size), Control(), StageClock(lambda progress: None))
+    assert len(made) == CALLS[family]["num_frames"]
