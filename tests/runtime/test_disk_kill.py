@@ -72,12 +72,13 @@ class Killer:
     """Ends the worker so many seconds after its first word."""
 
     def __init__(self, worker: Worker, delay: float) -> None:
-        self._worker, self._delay, self._began = worker, delay, False
+        self._worker, self._began = worker, False
+        self.timer = threading.Timer(delay, self._kill)
 
     def __call__(self, progress: Progress) -> None:
         if not self._began:
             self._began = True
-            threading.Timer(self._delay, self._kill).start()
+            self.timer.start()
 
     def _kill(self) -> None:
         if self._worker.pid is not None:
@@ -101,7 +102,10 @@ def test_a_kill_at_any_moment_leaves_nothing_wrong(model: str, tmp_path: Path) -
             began = time.monotonic()
             killer = Killer(worker, chance.uniform(0, seconds)) if turn % 2 else None  # then one that is let alone
             outcome = worker.run(run, canceled=lambda: False, on_progress=killer or (lambda progress: None))
-            if killer is None and isinstance(outcome, events.Completed):
+            if killer is not None:
+                killer.timer.cancel()
+            else:
+                assert isinstance(outcome, events.Completed), outcome
                 assert outcome.report.output is not None
                 frames.append(outcome.report.output.frames_sha256)
                 seconds = min(seconds, time.monotonic() - began)

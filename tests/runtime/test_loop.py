@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from app.runtime.loop import Channel, Loop, Timeline, _explain
 from app.runtime.memory import StageClock
 from app.schema import ErrorKind, Placement, Plan, Strategy
 from tests import values
-from tests.runtime.families import CALLS, DEMO, FAMILIES
+from tests.runtime.families import CALLS, DEMO, FAMILIES, frames
 
 NAMES = ("transformer", "text_encoder", "text_encoder_2", "vae")
 
@@ -144,3 +145,28 @@ def test_latents_come_to_the_vae_in_its_own_number_format(family: str) -> None:
     size = {name: CALLS[family][name] for name in ("height", "width", "num_frames", "num_inference_steps")}
     made = pipeline.generate(pipe, values.request(**size), Control(), StageClock(lambda progress: None))
     assert len(made) == CALLS[family]["num_frames"]
+
+
+@pytest.mark.parametrize("family", ["wan", "ltx"])
+def test_a_text_encoder_that_was_never_loaded_says_where_it_computes(family: str, tmp_path: Path) -> None:
+    """Pipelines ask a component where to send its input; weights that are read from the disk are on `meta`."""
+    FAMILIES[family]().save_pretrained(tmp_path)
+    pipe = FAMILIES[family]()
+    pipe.text_encoder = pipeline.load_empty(type(pipe.text_encoder), tmp_path / "text_encoder", torch.float32)
+    pipe.register_to_config(_name_or_path=str(tmp_path))
+    held = tuple(
+        Placement(
+            component=name,
+            strategy=Strategy.DISK if name == "text_encoder" else Strategy.CPU,
+            device="cpu",
+            dtype="float32",
+            weight_bytes=0,
+        )
+        for name in placement.modules_of(pipe)
+    )
+    kind = type(pipe.text_encoder)
+    placement.place(pipe, values.plan(placements=held))
+    assert str(pipe.text_encoder.device) == "cpu"
+    assert np.allclose(frames(pipe, family), frames(FAMILIES[family](), family), atol=1e-5)
+    placement.remove(pipe)
+    assert type(pipe.text_encoder) is kind

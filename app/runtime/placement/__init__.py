@@ -26,7 +26,7 @@ from app.errors import PlanError
 from app.runtime import guard
 from app.runtime.placement import attention, groups, sharding
 from app.runtime.placement.calls import wrap
-from app.runtime.placement.reading import Reading, SourceOf, Streaming, from_files
+from app.runtime.placement.reading import Reading, SourceOf, Streaming, from_files, say_device
 from app.runtime.placement.visiting import Turn, Visitor, Visitors, Whole
 from app.schema import Arrangement, Placement, Strategy
 
@@ -294,6 +294,7 @@ def _hold(
     elif placement.strategy is Strategy.DISK:
         visitor = Reading(placement.component, module, device, source)
         visitor.come()  # what is wrong with the files shows now
+        exits.callback(say_device(module, device))
     elif placement.strategy is Strategy.STREAM:
         visitor = streaming = Streaming(module, device, placement.resident_blocks)
         exits.callback(streaming.streamed.remove)

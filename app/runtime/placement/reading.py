@@ -37,6 +37,21 @@ def from_files(pipe: Any) -> SourceOf:
     return source
 
 
+def say_device(module: torch.nn.Module, device: torch.device) -> Callable[[], None]:
+    """Have `module.device` tell where it computes, not where its weights wait; returns what undoes it.
+
+    Weights that were never loaded are on `meta` between visits, and Wan's pipeline asks where to send the prompt.
+    """
+    cls = type(module)
+
+    def undo() -> None:
+        module.__class__ = cls
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "device": property(lambda _self: device)}
+    module.__class__ = type(cls.__name__, (cls,), names)
+    return undo
+
+
 class Reading:
     """A visitor whose blocks are read from the disk."""
 
