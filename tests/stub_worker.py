@@ -47,7 +47,7 @@ class Stub:
             os._exit(3)
         if seed % FAIL == 0:
             self.emit(events.Failed(job_id=run.job_id, kind=ErrorKind.INVALID, message="It was to fail.", usable=True))
-        elif (seed % WAIT == 0 and canceled.wait(0.5)) or canceled.is_set():
+        elif (seed % WAIT == 0 and canceled.wait(0.2)) or canceled.is_set():
             self.emit(events.Canceled(job_id=run.job_id))
         else:
             run.scratch.mkdir(parents=True, exist_ok=True)

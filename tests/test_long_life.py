@@ -108,10 +108,10 @@ def test_forty_jobs_of_two_people(service: JobService) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_thousand_jobs_and_the_server_stays_as_it_is(service: JobService) -> None:
-    jobs = crowd(service, 200, kill_every=1.0)
+    jobs = crowd(service, 200, kill_every=3.0)
     process = psutil.Process()
     before = (process.memory_info().rss, process.num_fds(), process.num_threads())
-    jobs |= crowd(service, 800, kill_every=1.0)
+    jobs |= crowd(service, 800, kill_every=3.0)
     check(service, jobs)
     after = (process.memory_info().rss, process.num_fds(), process.num_threads())
     assert after[0] - before[0] < 40 * 2**20, "flat, but for what Python's allocator keeps"
