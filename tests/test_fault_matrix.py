@@ -10,7 +10,7 @@ import pytest
 
 from tests.fault_matrix import CELLS, FAULTS, Bench, bench, run_cell
 
-TODAY = random.Random(date.today().toordinal()).sample(CELLS, 2)
+TODAY = random.Random(date.today().toordinal()).sample(CELLS, 1)
 ALWAYS = [("kill -9 server", "middle step")]
 
 

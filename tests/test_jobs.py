@@ -228,7 +228,7 @@ def test_after_cancels_the_next_job_is_unchanged(shared_held: Held, shared: JobS
 
 @pytest.mark.parametrize(
     "point",
-    [point if point in ("load", "denoise:3") else pytest.param(point, marks=pytest.mark.slow) for point in POINTS],
+    [point if point == "denoise:3" else pytest.param(point, marks=pytest.mark.slow) for point in POINTS],
 )
 def test_kill_9_in_every_stage(shared_held: Held, shared: JobService, point: str) -> None:
     """A worker that was ended by mistake costs nothing but the time since the last step that was kept."""
@@ -280,10 +280,10 @@ def test_a_second_crash_ends_it_and_it_can_be_resumed(shared_held: Held, shared:
     ("point", "mode", "kind", "resumable"),
     [
         ("denoise:3", "nan", "black", False),
-        ("decode", "BLACK", "black", False),
+        pytest.param("decode", "BLACK", "black", False, marks=pytest.mark.slow),
         ("denoise:3", "oom", "oom", True),
-        ("denoise:3", "ram", "ram", True),
-        ("denoise:3", "bug", "invalid", False),
+        pytest.param("denoise:3", "ram", "ram", True, marks=pytest.mark.slow),
+        pytest.param("denoise:3", "bug", "invalid", False, marks=pytest.mark.slow),
         ("export", "full", "disk", True),
     ],
 )

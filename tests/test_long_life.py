@@ -101,8 +101,8 @@ def check(service: JobService, jobs: dict[str, tuple[str, int]]) -> None:
     assert {path.name for path in service.settings.checkpoints.glob("*")} <= {job.id for job in kept if job.resumable}
 
 
-def test_forty_jobs_of_two_people(service: JobService) -> None:
-    check(service, crowd(service, 40, kill_every=1.5))
+def test_twenty_jobs_of_two_people(service: JobService) -> None:
+    check(service, crowd(service, 20, kill_every=1.5))
 
 
 @pytest.mark.slow

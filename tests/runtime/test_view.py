@@ -12,7 +12,7 @@ import torch
 from app import events
 from app.errors import GenerationFailed
 from app.runtime.control import Control
-from app.runtime.loop import Channel, Loop
+from app.runtime.loop import Channel, Loop, Timeline
 from app.runtime.view import unusable, view
 from tests import values
 
@@ -73,7 +73,7 @@ def test_the_cpu_always_passes() -> None:
 def test_a_plan_for_a_card_on_a_torch_without_one_fails_before_loading(tmp_path: Path) -> None:
     run = run_on("cuda:0", tmp_path)
     stream = io.BytesIO()
-    loop = Loop(Channel(stream), Control())
+    loop = Loop(Channel(stream), Control(), Timeline())
     with pytest.raises(GenerationFailed, match="pocketreel doctor"):
         loop._ensure_loaded(run, "key")
     loop.run(run, 0.0)
@@ -88,7 +88,7 @@ def test_a_plan_for_the_cpu_wakes_no_card(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("app.runtime.view.view", lambda: asked.append(True))
     run = run_on("cpu", tmp_path)
     stream = io.BytesIO()
-    Loop(Channel(stream), Control()).run(run, 0.0)
+    Loop(Channel(stream), Control(), Timeline()).run(run, 0.0)
     event = events.EVENTS.validate_json(stream.getvalue().splitlines()[-1])
     assert isinstance(event, events.Failed)  # there is no model in that folder
     assert asked == []
