@@ -67,7 +67,8 @@ class Settings(BaseSettings):
     """How long a cancel waits for the run to stop by itself before the worker's process group is ended."""
     log_files_kept: int = Field(20, ge=1)
     resume_by_itself: bool = False
-    """After a crash or a power cut the page takes up again what had not ended; otherwise it shows a button for it."""
+    """After a crash or a power cut the page takes up again what had not ended, and a worker that crashed is replaced
+    once; otherwise there is a button for it, and `pocketreel resume`."""
     checkpoint_quota_bytes: int = Field(8 * GIB, ge=0)
     """Of all that unfinished jobs keep to be resumed from; 0: nothing is kept."""
     checkpoint_days: float = Field(14.0, ge=0)

@@ -4,7 +4,7 @@
             tiles, the CPU. What was computed is kept, so only the rest is done again.
     RAM     a rung with less RAM, then a plan for less
     black   decoded again in float32, without tiles, on the CPU
-    crash   the same once more; a second crash ends it
+    crash   the same once more where the settings want it (`resume_by_itself`); a second crash ends it
 
 Each try runs in a fresh worker (after a black picture a warm one will do), never by a plan that was tried before, and
 there are at most `TRIES`. All else (a bug, a full disk, a time limit) would end in the same way, and ends the job.
@@ -20,8 +20,6 @@ from app.events import Failed
 from app.schema import Attempt, ErrorKind, Placement, Plan, Stage, Strategy
 
 TRIES = 10
-CRASHES = 1
-"""A job may crash so often before it ends: a worker that was ended by mistake is no reason to lose hours."""
 RESUMED = "resumed"
 """What was done by a person, who may have mended something: the tries count anew from there."""
 LESS = 0.85
@@ -38,12 +36,21 @@ class Next(NamedTuple):
     """What is done otherwise."""
 
 
-def after(failure: Failed, plan: Plan, tried: Sequence[Plan], attempts: Sequence[Attempt], replan: Replan) -> Next:
+def after(
+    failure: Failed,
+    plan: Plan,
+    tried: Sequence[Plan],
+    attempts: Sequence[Attempt],
+    replan: Replan,
+    *,
+    crashes: int = 1,
+) -> Next:
     """What to try after `plan` failed.
 
     Args:
         tried: all plans so far, `plan` too.
         attempts: those before this failure.
+        crashes: a job may crash so often and is tried again by itself.
 
     Raises:
         PlanError: nothing is left to try; says why, and for memory what would fit.
@@ -53,8 +60,9 @@ def after(failure: Failed, plan: Plan, tried: Sequence[Plan], attempts: Sequence
     if len(attempts) + 1 >= TRIES:
         raise PlanError(f"It was tried {TRIES} times.")
     if failure.kind is ErrorKind.CRASH:
-        if sum(attempt.kind is ErrorKind.CRASH for attempt in attempts) >= CRASHES:
-            raise PlanError("It happened twice, so it was not tried again.")
+        before = sum(attempt.kind is ErrorKind.CRASH for attempt in attempts)
+        if before >= crashes:
+            raise PlanError("It happened twice, so it was not tried again." if before else "It was not tried again.")
         return Next(plan, "the same again in a fresh process")
     for choice in _choices(failure, plan, replan):
         if not any(_alike(choice.plan, other) for other in tried):

@@ -85,7 +85,14 @@ class Runner:
             if not isinstance(outcome, events.Failed):
                 break
             try:
-                step = fallback.after(outcome, job.plan, tried, job.attempts, self._replan(job, card))
+                step = fallback.after(
+                    outcome,
+                    job.plan,
+                    tried,
+                    job.attempts,
+                    self._replan(job, card),
+                    crashes=1 if self._settings.resume_by_itself else 0,
+                )
                 log = self._worker.ensure_started()
             except PlanError as error:
                 if outcome.kind in (ErrorKind.OOM, ErrorKind.RAM) or (outcome.kind in TRIED_AGAIN and job.attempts):

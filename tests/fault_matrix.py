@@ -6,8 +6,9 @@
 
 After each cell, whatever happened: the job is in exactly one final state and on record once; a video that was made has
 the frames of an undisturbed run; nothing half-written and no process is left; the next job succeeds. What failed is
-resumed, and must give the same frames too. Not covered: the card. That memory falls short on one is shown on simulated
-cards by tests/runtime/test_ladder.py.
+resumed, and must give the same frames too. Run with `resume_by_itself`: without it a killed worker's job fails as
+`crash` and is resumed by hand (tests/test_jobs.py). Not covered: the card. That memory falls short on one is shown on
+simulated cards by tests/runtime/test_ladder.py.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Bench:
     """A service on a data folder of its own, whose worker does what is ordered."""
 
     def __init__(self, folder: Path) -> None:
-        self.settings = Settings(data_dir=folder, checkpoint_seconds=0.0, stall_seconds=8.0)
+        self.settings = Settings(data_dir=folder, checkpoint_seconds=0.0, stall_seconds=8.0, resume_by_itself=True)
         folder.mkdir(parents=True, exist_ok=True)
         self.orders = folder / "orders"
         self.worker = Worker(
@@ -302,7 +303,8 @@ def _document(found: dict[tuple[str, str], Outcome], bad: list[tuple[str, str]])
     return (
         "# Faults\n\n"
         "What becomes of a job when something goes wrong in one of its stages, as seen by `python -m "
-        "tests.fault_matrix --out assets/faults.md`: the real service, a real worker, the built-in model on a CPU.\n"
+        "tests.fault_matrix --out assets/faults.md`: the real service with `resume_by_itself` (without it a killed "
+        "worker's job fails as `crash`, and is resumed by hand), a real worker, the built-in model on a CPU.\n"
         "In every cell: one job on record in one final state, a video only with the frames of an undisturbed run, "
         "nothing half-written and no process left, and the next job succeeds. What failed and can be resumed was "
         "resumed, and gave the same frames.\n\n"

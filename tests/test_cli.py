@@ -153,23 +153,28 @@ def test_cancel_by_signal_is_130_and_leaves_nothing(tmp_path: Path, number: sign
     assert list(tmp_path.iterdir()) == [tmp_path / "données de test"]
 
 
-def test_a_killed_worker_costs_a_note_and_a_second_one_is_4(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_a_killed_worker_is_4_and_said(tmp_path: Path, by_itself: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the setting only a second one is."""
+    if by_itself:
+        monkeypatch.setenv("POCKETREEL_RESUME_BY_ITSELF", "true")
     process, worker = _started(tmp_path)
     with process:
         worker.kill()
-        until = time.monotonic() + 60
-        while not (others := [child for child in psutil.Process(process.pid).children() if child != worker]):
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        while others[0].memory_info().rss < 200 * 1024**2:
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        others[0].kill()
+        if by_itself:
+            until = time.monotonic() + 60
+            while not (others := [child for child in psutil.Process(process.pid).children() if child != worker]):
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            while others[0].memory_info().rss < 200 * 1024**2:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            others[0].kill()
         assert process.wait(30) == 4
         said = process.stderr.read()
     assert "SIGKILL" in said
-    assert "Trying again: the same again in a fresh process." in said
-    assert "happened twice" in said
+    assert ("Trying again: the same again in a fresh process." in said) == by_itself
+    assert ("happened twice" in said) == by_itself
     assert ".log" in said
     assert "pocketreel resume" in said
 

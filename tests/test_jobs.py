@@ -80,7 +80,7 @@ class Held:
             cancel_grace_seconds=settings.cancel_grace_seconds,
             command=[sys.executable, "-P", str(HELD), str(self._orders)],
         )
-        settings = settings.model_copy(update={"checkpoint_seconds": 0.0})
+        settings = settings.model_copy(update={"checkpoint_seconds": 0.0, "resume_by_itself": True})
         self.service = JobService(settings, worker=self.worker)
 
     def order(self, point: str, mode: str) -> JobService:
@@ -245,6 +245,26 @@ def test_kill_9_in_every_stage(shared_held: Held, shared: JobService, point: str
     assert job.report.resumed_at == {"denoise:1": 1, "denoise:3": 3, "decode": 4, "export": 4}.get(point, 0)
     assert job.report.output.frames_sha256 == frames_of(shared)
     only_the_video(service, job)
+
+
+def test_without_the_setting_a_killed_worker_fails_the_job_which_can_be_resumed(settings: Settings) -> None:
+    service = JobService(settings.model_copy(update={"checkpoint_seconds": 0.0}))
+    try:
+        job = service.submit(SMALL.model_copy(update={"num_inference_steps": 40}), owner=ME)
+        reach(service, job, "denoise:3")
+        os.kill(service._worker.pid, signal.SIGKILL)
+        job = finish(service, job)
+        assert (job.status, job.error_kind, job.attempts) == (JobStatus.FAILED, ErrorKind.CRASH, ())
+        assert "SIGKILL" in job.error
+        assert "denoise" in job.error
+        nothing_left(job)
+        other = finish(service, service.submit(SMALL, owner=ME))
+        assert other.status is JobStatus.COMPLETED, "the next job succeeds"
+        job = finish(service, service.resume(job.id, owner=ME))
+        assert job.status is JobStatus.COMPLETED
+        assert job.report.resumed_at >= 3
+    finally:
+        service.close()
 
 
 def frames_of(service: JobService) -> str:
