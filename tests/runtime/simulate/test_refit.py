@@ -23,9 +23,7 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.xfail(
-    strict=True, reason="fitted before decoding was fitted in windows of frames (issue 3)"
-)
+@pytest.mark.xfail(strict=True, reason="fitted before decoding was fitted in windows of frames (issue 3)")
 @pytest.mark.parametrize(("model", "card"), MODELS.items())
 def test_a_model_that_is_fitted_again_gives_the_same(model: str, card: str) -> None:
     shipped = load_catalogue(load_settings()).models[card].coefficients
