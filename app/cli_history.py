@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -41,11 +42,8 @@ def listed(
     from app.following import document
     from app.store import Store
 
-    store = Store(load_settings().database)
-    try:
+    with closing(Store(load_settings().database)) as store:
         jobs = store.list(owner=LOCAL_OWNER, limit=limit)
-    finally:
-        store.close()
     if as_json:
         print_json([document(job) for job in jobs])
     elif not jobs:
@@ -63,11 +61,8 @@ def show(job_id: Annotated[str, typer.Argument(metavar="ID", help="Of `pocketree
     from app.flight import record
     from app.store import Store
 
-    store = Store(load_settings().database)
-    try:
+    with closing(Store(load_settings().database)) as store:
         job = store.get(job_id)
-    finally:
-        store.close()
     if job is None or job.owner != LOCAL_OWNER:
         raise NotFound(f"There is no job {job_id}. `pocketreel history` lists yours.")
     print_json(record(job))

@@ -65,7 +65,7 @@ def after(
             raise PlanError("It happened twice, so it was not tried again." if before else "It was not tried again.")
         return Next(plan, "the same again in a fresh process")
     for choice in _choices(failure, plan, replan):
-        if not any(_alike(choice.plan, other) for other in tried):
+        if not any(choice.plan.held_like(other) for other in tried):
             return choice
     raise PlanError("No smaller plan is left.")
 
@@ -146,8 +146,3 @@ def _vae(plan: Plan, **changes: object) -> Plan:
     other = now.model_copy(update={**(plain if "strategy" in changes else {}), **changes})
     rest = tuple(one for one in plan.placements if one.component != "vae")
     return plan.model_copy(update={"placements": (*rest, other)})
-
-
-def _alike(one: Plan, other: Plan) -> bool:
-    fields = {"device", "dtype", "strategy", "placements", "vae_tiling", "vae_tile_divisor", "threads"}
-    return one.model_dump(include=fields) == other.model_dump(include=fields)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,9 @@ from app.schema import Draft, ErrorKind, Job, JobStatus
 from app.shell import err, out, print_json
 
 
-@contextmanager
-def opened_service() -> Iterator[JobService]:
-    """The service of this process."""
-    service = JobService(load_settings())
-    try:
-        yield service
-    finally:
-        service.close()
+def opened_service() -> closing[JobService]:
+    """The service of this process, for a `with` block."""
+    return closing(JobService(load_settings()))
 
 
 @contextmanager

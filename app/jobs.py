@@ -13,29 +13,22 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-import psutil
-
-from app import calibration, hardware, planner, presets
+from app import presets
 from app.config import Settings
 from app.errors import InvalidRequest, NotFound, PocketreelError, StoreError
-from app.estimate import GPU_CONTEXT_BYTES
 from app.fallback import RESUMED
 from app.outputs import check_output
+from app.own_machine import OwnMachine
 from app.records import Instance, Records
 from app.resolve import check_timeout, resolve
-from app.runner import Planned, Runner, Watcher
+from app.runner import Runner, Watcher
 from app.schema import (
     Attempt,
-    Backend,
     Draft,
     ErrorKind,
-    Gpu,
-    Hardware,
     Job,
     JobStatus,
-    Learned,
     ModelCard,
     Notice,
     Plan,
@@ -106,8 +99,8 @@ class JobService:
         self._running: str | None = None
         self._canceled = threading.Event()
         self._canceled_by_owner = self._interrupted = False
+        self._plan = OwnMachine(settings, self.catalogue, self.store, self._worker)
         self._runner = Runner(settings, self.store, self._records, self._worker, self._plan)
-        self._kept_learned: tuple[Any, Learned] | None = None
         self._progress: dict[str, Progress] = {}
         self._served: dict[str, float] = {}
         self._thread = threading.Thread(target=self._serve, name="runner", daemon=True)
@@ -197,7 +190,7 @@ class JobService:
             if job.error_kind is None:
                 raise InvalidRequest(f"The job {job_id} is {job.status}, so there is nothing to resume.")
             raise InvalidRequest(
-                f"The job {job_id} would fail again in the same way: {job.error} Make it anew instead."
+                f"The job {job_id} would fail again in the same way. Change a setting and make it anew."
             )
         card = presets.find_card(self.catalogue, job.request.model)
         request = job.request
@@ -278,71 +271,6 @@ class JobService:
     def _check_room(self, owner: str) -> None:
         if sum(waiting.owner == owner for waiting, _ in self._pending) >= MAX_PENDING_PER_OWNER:
             raise InvalidRequest(f"{MAX_PENDING_PER_OWNER} of your videos wait already. Let one finish or cancel one.")
-
-    def _plan(self, request: Request, card: ModelCard, **limits: int) -> Planned:
-        """Against the machine as it is now: other programs come and go. `limits` tighten the preset's.
-
-        `vram_limit_bytes` is of what torch allocates; what the driver takes comes on top, as the preset counts it.
-        """
-        if "vram_limit_bytes" in limits:
-            limits["vram_limit_bytes"] += GPU_CONTEXT_BYTES
-        found = self._with_own_worker(hardware.probe(self.settings))
-        if nvidia := [gpu.uuid for gpu in found.gpus if gpu.backend is Backend.CUDA]:
-            # by UUID, so that torch counts them as the probe does whatever CUDA_DEVICE_ORDER says
-            self._worker.environment = {"CUDA_VISIBLE_DEVICES": ",".join(nvidia)}
-        preset = self.catalogue.hardware[request.preset]
-        if "ram_limit_bytes" in limits:
-            preset = preset.model_copy(update={"prefer_disk": True})
-        tighter = {name: min(value, getattr(preset, name) or value) for name, value in limits.items()}
-        plan = planner.plan(
-            found,
-            card,
-            request,
-            preset.model_copy(update=tighter),
-            presets.tensor_counts(card),
-            learned=self._learned(card, found),
-            presets=self.catalogue.hardware.values(),
-        )
-        return Planned(plan, found)
-
-    def _learned(self, card: ModelCard, found: Hardware) -> Learned | None:
-        """From the history; kept until it changes, because a preview comes with every key that is pressed."""
-        if card.coefficients is None:
-            return None
-        try:
-            key = (card.coefficients.fingerprint, calibration.machine_key(found), calibration.revision(self.store))
-            kept = self._kept_learned
-            if kept is None or kept[0] != key:
-                kept = self._kept_learned = (key, calibration.learned(self.store, card.coefficients, key[1]))
-            return kept[1]
-        except StoreError:  # plain predictions are better than none
-            _log.exception("reading what earlier runs taught")
-            return None
-
-    def _with_own_worker(self, found: Hardware) -> Hardware:
-        """What the warm worker holds is free for the next job: it gives back what that does not need."""
-        pid = self._worker.pid
-        if pid is None:
-            return found
-        try:
-            held_ram = int(psutil.Process(pid).memory_info().rss)
-        except psutil.Error:  # it has just ended
-            return found
-        last = self._runner.last
-        reserved = last.report.peak_vram(reserved=True) if last is not None else {}
-
-        def free(gpu: Gpu) -> int:
-            told = [process.used_bytes for process in gpu.processes if process.pid == pid]
-            # Windows tells no amounts per process: then what the last job reserved
-            held = sum(amount if amount is not None else reserved.get(f"cuda:{gpu.index}", 0) for amount in told)
-            return min(gpu.free_bytes + held, gpu.total_bytes)
-
-        return found.model_copy(
-            update={
-                "ram_available_bytes": min(found.ram_available_bytes + held_ram, found.ram_limit.value_bytes),
-                "gpus": tuple(gpu.model_copy(update={"free_bytes": free(gpu)}) for gpu in found.gpus),
-            }
-        )
 
     def _serve(self) -> None:
         while (taken := self._take()) is not None:

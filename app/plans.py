@@ -167,6 +167,9 @@ class Learned(Value):
         return self.cpu if device == "cpu" else self.gpu
 
 
+HELD = {"device", "dtype", "strategy", "placements", "vae_tiling", "vae_tile_divisor", "threads", "attention_backend"}
+
+
 class Arrangement(Value):
     """How the whole pipeline is held, and what is predicted of it."""
 
@@ -190,6 +193,10 @@ class Arrangement(Value):
     predicted_seconds: Seconds | None = None
     """Of the whole run with the model loaded anew; None where the rule is too coarse to say."""
     reasons: tuple[str, ...] = ()
+
+    def held_like(self, other: Arrangement) -> bool:
+        """Whether placing by the one is placing by the other: predictions and reasons do not matter."""
+        return self.model_dump(include=HELD) == other.model_dump(include=HELD)
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:

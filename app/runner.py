@@ -24,6 +24,8 @@ from app.schema import Attempt, ErrorKind, Hardware, Job, JobStatus, ModelCard, 
 from app.store import Store
 from app.worker import Outcome, Worker
 
+STALL_FACTOR = 20.0
+"""A run hangs when it takes so many times as long as it should."""
 TRIED_AGAIN = (ErrorKind.CRASH, ErrorKind.BLACK)
 
 
@@ -59,8 +61,6 @@ class Runner:
         self._kept = Kept(settings)
         self._jobs = 0
         self._first_rss, self._measured = 0, ""
-        self.last: events.Completed | None = None
-        """How the last video ended; its peaks say what the warm worker holds."""
 
     def run(self, job: Job, card: ModelCard, watcher: Watcher) -> None:
         """Bring a pending job to its end, whatever happens; nothing is left but what is on record."""
@@ -160,6 +160,7 @@ class Runner:
                 spent_seconds=spent,
                 stage_seconds=self._settings.stage_timeout_seconds,
                 stall_seconds=self._patience(job),
+                stall_factor=STALL_FACTOR,
                 ram_floor_bytes=self._settings.ram_floor_bytes,
             ),
         )
@@ -169,12 +170,9 @@ class Runner:
         least, estimate = self._settings.stall_seconds, job.plan.estimate
         found = dict.fromkeys(Stage, least)
         if estimate is not None:
-            factor = events.Limits().stall_factor
-            for stage in (Stage.ENCODE, Stage.DECODE):
-                found[stage] = max(least, factor * estimate.seconds(stage))
-            found[Stage.DENOISE] = max(
-                least, factor * estimate.seconds(Stage.DENOISE) / job.request.num_inference_steps
-            )
+            for stage in (Stage.ENCODE, Stage.DENOISE, Stage.DECODE):
+                steps = job.request.num_inference_steps if stage is Stage.DENOISE else 1
+                found[stage] = max(least, STALL_FACTOR * estimate.seconds(stage) / steps)
         return found
 
     def _replan(self, job: Job, card: ModelCard) -> fallback.Replan:
@@ -189,7 +187,6 @@ class Runner:
     def _end(self, job: Job, outcome: Outcome, log: Path, watcher: Watcher) -> None:
         changes: dict[str, Any] = {"attempts": job.attempts, "plan": job.plan}
         if isinstance(outcome, events.Completed):
-            self.last = outcome
             self._records.complete(job, outcome.report)
         elif isinstance(outcome, events.Failed):
             message = outcome.message if str(log) in outcome.message else f"{outcome.message} The log: {log}"

@@ -53,7 +53,6 @@ class Watch:
         self._began = self._stage_began = self._moved = self._step_began = self._looked = clock()
         self._steps: list[float] = []
         self._low = 0
-        self._looked_last = self._began
         self._seen = _activity(pid)
 
     def saw(self, progress: Progress) -> None:
@@ -68,9 +67,8 @@ class Watch:
     def look(self) -> tuple[ErrorKind, str] | None:
         """What ends the run now, with words for the person; None while all is well."""
         now, limits, stage = self._clock(), self._run.limits, self.progress.stage
-        if now - self._looked_last > ASLEEP_SECONDS:  # on Windows this clock runs on while the computer sleeps
-            self._forgive(now - self._looked_last)
-        self._looked_last = now
+        if now - self._looked > ASLEEP_SECONDS:  # on Windows this clock runs on while the computer sleeps
+            self._forgive(now - self._looked)
         whole = self._run.request.timeout_seconds
         if limits.spent_seconds + now - self._began > whole:
             return ErrorKind.TIMEOUT, (
@@ -93,6 +91,7 @@ class Watch:
         self._stage_began += seconds
         self._step_began += seconds
         self._moved += seconds
+        self._looked += seconds
 
     def patience(self) -> float | None:
         """Seconds without progress that are too many now; None: this stage is not watched."""

@@ -8,37 +8,29 @@ exactly one of Completed, Failed and Canceled, whatever the process does.
 from __future__ import annotations
 
 import json
-import os
 import queue
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import IO
 
 import psutil
 
 from app import events
 from app.errors import WorkerCrashed
-from app.schema import ErrorKind, JsonObject, Progress, Receipt, Value
+from app.process import TERMINATE_SECONDS, Process
+from app.schema import ErrorKind, JsonObject, Progress, Receipt
 from app.watch import Watch, oom_kills
 
 Outcome = events.Completed | events.Failed | events.Canceled
 
-TERMINATE_SECONDS = 0.3
-"""Between asking a process to end and ending it by force. It holds nothing that is worth a longer wait."""
 KILLED = 9
 """SIGKILL, which Windows has no name for."""
-DUMP_SECONDS = 0.5
-"""For the stacks of a worker that hangs to come into its log."""
-LOG_BYTES = 4 * 2**20
-"""A log that is longer is cut to its last quarter before the next job."""
 _TICK_SECONDS = 0.05
 _ROOT = str(Path(__file__).resolve().parent.parent)
 # -P and an explicit root: `-m` would put the working folder first, where any folder called `app` would shadow ours
@@ -64,98 +56,6 @@ def torch_view() -> JsonObject:
     return document
 
 
-class _Process:
-    """One worker process with its two pipes, each owned by a thread, so that no caller ever blocks on one."""
-
-    def __init__(self, command: Sequence[str], log: Path, environment: dict[str, str]) -> None:
-        self.log = log
-        self.events: queue.Queue[events.Event | None] = queue.Queue()
-        self._outbox: queue.Queue[bytes | None] = queue.Queue()
-        with log.open("ab") as stderr:  # each write at the end, wherever that is: `_shorten` may have moved it
-            self._popen = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env={**os.environ, **environment, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1"},
-                start_new_session=os.name == "posix",
-                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
-                | getattr(subprocess, "CREATE_NO_WINDOW", 0),
-            )
-        self.pid = self._popen.pid
-        assert self._popen.stdin is not None  # noqa: S101 - for the type checker; PIPE was asked for
-        assert self._popen.stdout is not None  # noqa: S101
-        for target, arguments in (
-            (_listen, (self._popen.stdout, self.events)),
-            (_write, (self._popen.stdin, self._outbox)),
-        ):
-            threading.Thread(target=target, args=arguments, name=f"worker{target.__name__}", daemon=True).start()
-
-    @property
-    def alive(self) -> bool:
-        """On finding it dead, its process group is ended too: its ffmpeg may live on."""
-        if self._popen.returncode is not None:
-            return False
-        if not self._exited():
-            return True
-        self.kill()
-        return False
-
-    def send(self, command: Value) -> None:
-        """Never blocks; to a process that has just died, nothing is sent, and the end of its events says so."""
-        self._outbox.put(events.encode(command))
-
-    def dump(self) -> None:
-        """Have the stacks of all its threads written to the log."""
-        if hasattr(signal, "SIGUSR1"):  # also when no Python runs in it, which a command could not reach
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGUSR1)
-        else:
-            self.send(events.Dump())
-        self.wait(DUMP_SECONDS)
-
-    def wait(self, seconds: float) -> int | None:
-        """Its exit status (negative: the signal), None if it still lives after `seconds`."""
-        until = time.monotonic() + seconds
-        while self.alive:
-            if time.monotonic() > until:
-                return None
-            time.sleep(0.01)
-        return self._popen.returncode
-
-    def end_input(self) -> None:
-        """The end of its stdin tells it that nobody is left."""
-        self._outbox.put(None)
-
-    def kill(self) -> None:
-        """End the process group now: asked first, then by force."""
-        if self._popen.returncode is not None:
-            return
-        if os.name == "posix":
-            # not reaped yet, so the group's number cannot be anybody else's
-            _signal_group(self.pid, signal.SIGTERM)
-            until = time.monotonic() + TERMINATE_SECONDS
-            while not self._exited() and time.monotonic() < until:
-                time.sleep(0.01)
-            _signal_group(self.pid, signal.SIGKILL)
-        else:
-            for child in _children(self.pid):
-                with suppress(psutil.Error):
-                    child.kill()
-            self._popen.kill()
-        self._popen.wait()
-        self.end_input()
-
-    def _exited(self) -> bool:
-        """Whether it has ended; on POSIX without reaping it, see `kill`."""
-        if os.name != "posix":
-            return self._popen.poll() is not None
-        try:
-            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:  # another thread has just reaped it
-            return True
-
-
 class Worker:
     """One worker process, started on demand and kept warm. Only `run`'s caller may use it, one thread at a time."""
 
@@ -174,7 +74,7 @@ class Worker:
         self._logs = logs
         self._grace = cancel_grace_seconds
         self._kept = log_files_kept
-        self._process: _Process | None = None
+        self._process: Process | None = None
         self._beat: events.Heartbeat | None = None
         self.idle_since = time.monotonic()
 
@@ -195,14 +95,14 @@ class Worker:
             OSError: the log folder cannot be written, or the system starts no more processes.
         """
         if self._process is not None and self._process.alive:
-            _shorten(self._process.log)
+            self._process.shorten_log()
             return self._process.log
         self._beat = None
         self._logs.mkdir(parents=True, exist_ok=True)
         for old in sorted(self._logs.glob("worker-*.log"))[: -self._kept + 1 or None]:
             with suppress(OSError):  # on Windows that of another living worker cannot be removed
                 old.unlink()
-        self._process = _Process(
+        self._process = Process(
             self.command, self._logs / f"worker-{datetime.now():%Y%m%d-%H%M%S-%f}.log", self.environment
         )
         return self._process.log
@@ -251,7 +151,7 @@ class Worker:
     def _follow(
         self,
         run: events.Run,
-        process: _Process,
+        process: Process,
         canceled: Callable[[], bool],
         on_progress: Callable[[Progress], None],
     ) -> Outcome:
@@ -285,18 +185,22 @@ class Worker:
 
     def _forced(self, run: events.Run, asked_at: float) -> events.Canceled:
         """It did not stop by itself: its process does."""
-        beat = self._beat
-        held = self.rss_bytes()
+        held, vram = self.rss_bytes(), self.vram_bytes
         self.kill()
         receipt = Receipt(
             seconds=time.monotonic() - asked_at,
             forced=True,
             ram_before_bytes=held,
             ram_after_bytes=0,
-            vram_before_bytes=beat.vram_bytes if beat is not None else {},
-            vram_after_bytes=dict.fromkeys(beat.vram_bytes, 0) if beat is not None else {},
+            vram_before_bytes=vram,
+            vram_after_bytes=dict.fromkeys(vram, 0),
         )
         return events.Canceled(job_id=run.job_id, receipt=receipt)
+
+    @property
+    def vram_bytes(self) -> dict[str, int]:
+        """What torch has reserved in the process, by device, as it last told."""
+        return self._beat.vram_bytes if self._beat is not None else {}
 
     def rss_bytes(self) -> int:
         """What the process holds of RAM; 0 without one."""
@@ -307,7 +211,7 @@ class Worker:
             return 0
 
     def _ended(
-        self, run: events.Run, process: _Process, watch: Watch, kills: int | None, asked_at: float | None
+        self, run: events.Run, process: Process, watch: Watch, kills: int | None, asked_at: float | None
     ) -> Outcome:
         status = process.wait(1.0)
         stage = watch.progress.stage
@@ -350,46 +254,6 @@ def _told(event: Outcome, watch: Watch, asked_at: float | None) -> Outcome:
 
 def _failed(run: events.Run, kind: ErrorKind, message: str, watch: Watch) -> events.Failed:
     return events.Failed(job_id=run.job_id, kind=kind, message=message, usable=False, progress=watch.progress)
-
-
-def _listen(stream: IO[bytes], inbox: queue.Queue[events.Event | None]) -> None:
-    """Events into the queue until the pipe ends, which None marks; a broken line ends it too."""
-    with suppress(OSError, ValueError), stream:
-        for line in stream:
-            inbox.put(events.EVENTS.validate_json(line))
-    inbox.put(None)
-
-
-def _write(stream: IO[bytes], outbox: queue.Queue[bytes | None]) -> None:
-    """Commands into the pipe until None, or until nobody reads any more."""
-    with suppress(OSError, ValueError), stream:
-        while (data := outbox.get()) is not None:
-            stream.write(data)
-            stream.flush()
-
-
-def _shorten(log: Path) -> None:
-    """A worker may live for weeks, and some libraries write much."""
-    with suppress(OSError):  # on Windows its writer may forbid it; the next worker has a new one
-        if log.stat().st_size > LOG_BYTES:
-            with log.open("rb+") as file:
-                file.seek(-LOG_BYTES // 4, os.SEEK_END)
-                end = file.read()
-                file.seek(0)
-                file.truncate()
-                file.write(b"[what was before is cut]\n" + end)
-
-
-def _children(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.Error:
-        return []
-
-
-def _signal_group(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # macOS: not permitted for a group of zombies
-        os.killpg(pid, number)
 
 
 def _signal_name(number: int) -> str:

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from app.config import Settings
 from app.jobs import JobService
-from app.schema import Draft, Job, JobStatus
+from app.schema import Draft, JobStatus
+from tests.test_jobs import ME, finish
 
-ME = "local"
 CLIP = Draft(prompt="a green star rotating on a white background", seed=1)
 COLD_EVERY = 10
 BOUND_SECONDS = 1.5
@@ -30,12 +30,6 @@ class Cancel(NamedTuple):
     stage: str
     seconds: float
     forced: bool
-
-
-def finish(service: JobService, job: Job) -> Job:
-    while not job.status.final:
-        job = service.wait(job.id, owner=ME, timeout=1.0)
-    return job
 
 
 def frames(service: JobService) -> str:

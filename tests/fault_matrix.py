@@ -33,10 +33,9 @@ from app.jobs import JobService
 from app.outputs import scratch_of
 from app.schema import Draft, ErrorKind, Job, JobStatus
 from app.worker import Worker
+from tests.test_jobs import HELD, ME, finish
 
-HELD = Path(__file__).parent / "runtime" / "held_worker.py"
 ROOT = Path(__file__).resolve().parent.parent
-ME = "local"
 CLIP = Draft(prompt="a red ball on a blue background", num_frames=5, num_inference_steps=4, seed=1, height=64, width=64)
 POINTS = {
     "load": "load",
@@ -108,13 +107,8 @@ class Bench:
     def close(self) -> None:
         self.service.close()
 
-    def finish(self, job: Job, seconds: float = 180) -> Job:
-        until = time.monotonic() + seconds
-        while not job.status.final:
-            if time.monotonic() > until:
-                raise TimeoutError(f"{job.id} hangs")
-            job = self.service.wait(job.id, owner=ME, timeout=1.0)
-        return job
+    def finish(self, job: Job) -> Job:
+        return finish(self.service, job, seconds=180)
 
     def video(self) -> str:
         """The frames of an undisturbed run."""

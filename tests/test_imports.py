@@ -15,15 +15,17 @@ HEAVY = {"torch", "diffusers", "transformers", "accelerate"}
 LAYERS = [
     {"value"},
     {"coefficients", "plans"},
-    {"attempts"},
+    {"attempts", "devices"},
     {"schema"},
     {"errors"},
     {"speed", "workload", "timing", "estimate"},
     {"events", "config", "presets", "hardware", "store", "mp4", "demo"},
     {"resolve", "planner", "doctor", "outputs", "calibration", "flight", "fallback", "kept", "watch"},
+    {"process"},
     {"worker"},
     {"records"},
     {"runner"},
+    {"own_machine"},
     {"jobs", "planning"},
     {"terminal", "tables", "bench", "engines", "web", "shell", "matrix"},
     {"following"},
@@ -74,7 +76,7 @@ def test_imports_point_one_way(path: Path) -> None:
     part = path.relative_to(ROOT / "app").parts[0].removesuffix(".py")
     used = {_part(module) for module in _imports(path)} - {None, part}
     if part == "runtime":
-        values = {"value", "coefficients", "plans", "attempts", "schema"}
+        values = {"value", "coefficients", "plans", "attempts", "devices", "schema"}
         assert used <= values | {"errors", "events", "runtime", "__version__"}, used
         return
     if part.startswith("__") or part == "demo":  # __init__, __main__; the model's trainer is a program of its own

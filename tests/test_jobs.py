@@ -316,8 +316,9 @@ def test_failures_have_a_kind_and_words(shared_held: Held, point: str, mode: str
     assert (service.settings.checkpoints / job.id).exists() == resumable
     if not resumable:
         shared_held.ordinary()
-        with pytest.raises(InvalidRequest, match="same way"):
+        with pytest.raises(InvalidRequest, match="same way") as refused:
             service.resume(job.id, owner=ME)
+        assert str(service.settings.data_dir) not in str(refused.value), "it may be somebody else who reads it"
     shared_held.worker.kill()  # its disk may be full
 
 
@@ -474,9 +475,22 @@ def test_the_warm_worker_s_own_memory_is_free_for_the_next_job(shared: JobServic
     held = (GpuProcess(pid=pid, name="x", used_bytes=6 * GIB), GpuProcess(pid=1, name="y", used_bytes=GIB))
     gpu = values.gpu(free_bytes=4 * GIB, processes=held)
     found = values.hardware(gpus=(gpu,), ram_available_bytes=2 * GIB)
-    free = shared._with_own_worker(found)
+    free = shared._plan.with_own_worker(found)
     assert free.gpus[0].free_bytes == 10 * GIB
     assert 200 * 2**20 < free.ram_available_bytes - 2 * GIB < 4 * GIB
+
+
+def test_where_the_driver_tells_no_amounts_the_workers_own_word_counts(
+    shared: JobService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Windows."""
+    finish(shared, shared.submit(SMALL, owner=ME))
+    assert shared._worker._beat is not None
+    told = shared._worker._beat.model_copy(update={"vram_bytes": {"cuda:0": 5 * GIB}})
+    monkeypatch.setattr(shared._worker, "_beat", told)
+    held = (GpuProcess(pid=shared._worker.pid, name="x", used_bytes=None),)
+    found = values.hardware(gpus=(values.gpu(free_bytes=4 * GIB, processes=held),))
+    assert shared._plan.with_own_worker(found).gpus[0].free_bytes == 9 * GIB
 
 
 def test_what_was_interrupted_is_taken_up_at_the_start_but_not_for_ever(held: Held, settings: Settings) -> None:
@@ -580,7 +594,7 @@ def test_two_submitters_at_once(shared: JobService) -> None:
 
 def test_the_worker_counts_gpus_as_the_probe_does(shared: JobService, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = (values.gpu(uuid="GPU-b"), values.gpu(uuid="GPU-a", index=1))
-    monkeypatch.setattr("app.jobs.hardware.probe", lambda settings: values.hardware(gpus=gpus))
+    monkeypatch.setattr("app.own_machine.hardware.probe", lambda settings: values.hardware(gpus=gpus))
     assert shared.preview(SMALL).plan.device == "cuda:0"
     assert shared._worker.environment == {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-a"}
     monkeypatch.undo()

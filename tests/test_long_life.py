@@ -17,9 +17,10 @@ import pytest
 from app.config import Settings
 from app.errors import InvalidRequest
 from app.jobs import JobService
+from app.process import LOG_BYTES
 from app.schema import Draft, ErrorKind, JobStatus
 from app.store import Store
-from app.worker import LOG_BYTES, Worker
+from app.worker import Worker
 from tests import values
 from tests.stub_worker import CRASH, FAIL
 
@@ -161,15 +162,15 @@ def test_a_worker_is_replaced_after_so_many_jobs(settings: Settings) -> None:
 
 
 def test_a_worker_that_has_grown_is_replaced(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = iter([10, 20, 100, 0])
+    held = [0]
     worker = stub(settings)
-    monkeypatch.setattr(worker, "rss_bytes", lambda: next(sizes, 0))
+    monkeypatch.setattr(worker, "rss_bytes", lambda: held[0])
     stopped: list[int] = []
     stop = worker.stop
     monkeypatch.setattr(worker, "stop", lambda: (stopped.append(1), stop()))
     service = JobService(settings.model_copy(update={"worker_growth_bytes": 50}), worker=worker)
     try:
-        for seed, times in ((1, 0), (2, 0), (3, 1)):
+        for seed, held[0], times in ((1, 10, 0), (2, 20, 0), (3, 100, 1)):
             job = service.get(submit(service, "ann", seed), owner="ann")
             while not job.status.final:
                 job = service.wait(job.id, owner="ann", timeout=1.0)

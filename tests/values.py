@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from app.schema import (
     Lattice,
     Limit,
     ModelCard,
+    Placement,
     Plan,
     Request,
     Strategy,
@@ -70,6 +72,12 @@ def plan(**changes: Any) -> Plan:
         "reasons": ("a test",),
     }
     return Plan(**{**values, **changes})
+
+
+def on_cpu(names: Iterable[str], **others: dict[str, Any]) -> tuple[Placement, ...]:
+    """Placements of those components on the CPU in float32; keyword arguments say what is otherwise of which."""
+    usual = {"strategy": Strategy.CPU, "device": "cpu", "dtype": "float32", "weight_bytes": 0}
+    return tuple(Placement(**{"component": name, **usual, **others.get(name, {})}) for name in names)
 
 
 def job(job_id: str = "j1", **changes: Any) -> Job:

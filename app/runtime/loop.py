@@ -29,7 +29,6 @@ from app.errors import GenerationFailed, PocketreelError
 from app.runtime.control import Control, Interrupted
 from app.schema import (
     TIMELINE_SAMPLES,
-    Arrangement,
     ErrorKind,
     Progress,
     Receipt,
@@ -174,7 +173,7 @@ class Loop:
         formats = {one.component: (one.dtype, one.strategy is Strategy.DISK) for one in run.plan.placements}
         key = f"{run.card.model_dump_json()} {run.plan.dtype} {sorted(formats.items())}"
         now = placement.placed(self._pipe) if self._loaded == key else None
-        self._warm = now is not None and _held_alike(now.plan, run.plan)
+        self._warm = now is not None and now.plan.held_like(run.plan)
         if now is None or (now.lossy and not self._warm):
             self._loaded, self._pipe = None, None
             pipeline.collect()
@@ -239,20 +238,6 @@ def _held() -> tuple[int, dict[str, int]]:
     return int(psutil.Process().memory_info().rss), _vram("memory_reserved")
 
 
-def _held_alike(one: Arrangement, other: Arrangement) -> bool:
-    fields = {
-        "device",
-        "dtype",
-        "strategy",
-        "placements",
-        "vae_tiling",
-        "vae_tile_divisor",
-        "threads",
-        "attention_backend",
-    }
-    return one.model_dump(include=fields) == other.model_dump(include=fields)
-
-
 def versions() -> dict[str, str]:
     """What was installed when the video was made."""
     found = {"pocketreel": __version__, "python": platform.python_version()}
@@ -280,7 +265,10 @@ def _explain(error: Exception) -> tuple[ErrorKind, str]:
             + (", or make the Windows pagefile larger." if os.name == "nt" else ".")
         )
     if is_driver_error(error):
-        return ErrorKind.CRASH, f"The graphics card or its driver failed: {str(error).splitlines()[0]}"
+        return ErrorKind.CRASH, (
+            f"The graphics card or its driver failed ({str(error).splitlines()[0]}). Resume it; if it happens again, "
+            "update the driver, and undo any overclocking."
+        )
     return ErrorKind.INVALID, f"The model's code failed: {type(error).__name__}: {error}"
 
 
@@ -309,10 +297,8 @@ def _read_commands(inbox: queue.Queue[tuple[events.Run, float] | None], control:
 
 
 def _beat(channel: Channel, control: Control, timeline: Timeline) -> None:
-    process = psutil.Process()
     while True:
-        ram = process.memory_info().rss
-        reserved = _vram("memory_reserved")
+        ram, reserved = _held()
         timeline.note(ram, _vram("memory_allocated"))
         channel.emit(events.Heartbeat(job_id=control.job_id, rss_bytes=ram, vram_bytes=reserved))
         time.sleep(HEARTBEAT_SECONDS)

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from app import events
-from app.schema import ModelCard, Placement, Plan, Progress, Strategy
+from app.schema import ModelCard, Plan, Progress, Strategy
 from app.worker import Worker
 from tests import values
 from tests.runtime.families import DEMO, FAMILIES
@@ -40,16 +40,8 @@ def digest(folder: Path) -> dict[str, tuple[str, int]]:
 
 
 def plan(model: str) -> Plan:
-    held = tuple(
-        Placement(
-            component=name,
-            strategy=Strategy.CPU if name == "vae" else Strategy.DISK,
-            device="cpu",
-            dtype="float32",
-            weight_bytes=0,
-        )
-        for name in PARTS[model]
-    )
+    disk = {key: {"strategy": Strategy.DISK} for key in set(PARTS[model]) - {"vae"}}
+    held = values.on_cpu(PARTS[model], **disk)
     return values.plan(placements=held, strategy=Strategy.DISK)
 
 

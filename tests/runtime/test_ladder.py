@@ -29,7 +29,7 @@ Make = Callable[[int], Job]
 @pytest.fixture
 def make(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     found = values.hardware(gpus=(values.gpu(total_bytes=4 * GIB, free_bytes=4 * GIB),))
-    monkeypatch.setattr("app.jobs.hardware.probe", lambda settings: found)
+    monkeypatch.setattr("app.own_machine.hardware.probe", lambda settings: found)
     services: list[JobService] = []
 
     def made(capacity: int) -> Job:

@@ -17,7 +17,7 @@ from app.runtime import pipeline, placement
 from app.runtime.control import Control
 from app.runtime.loop import Channel, Loop, Timeline, _explain
 from app.runtime.memory import StageClock
-from app.schema import ErrorKind, Placement, Plan, Strategy
+from app.schema import ErrorKind, Plan, Strategy
 from tests import values
 from tests.runtime.families import CALLS, DEMO, FAMILIES, frames
 
@@ -26,11 +26,7 @@ NAMES = ("transformer", "text_encoder", "text_encoder_2", "vae")
 
 def plan(**strategies: dict[str, Any]) -> Plan:
     """On the CPU; keyword arguments say how a component is held."""
-    placements = tuple(
-        Placement(**{"component": name, "strategy": Strategy.CPU, "device": "cpu", "dtype": "float32",
-                     "weight_bytes": 0, **strategies.get(name, {})})
-        for name in NAMES
-    )  # fmt: skip
+    placements = values.on_cpu(NAMES, **strategies)
     return values.plan(placements=placements, strategy=Strategy.CPU)
 
 
@@ -131,16 +127,8 @@ def test_latents_come_to_the_vae_in_its_own_number_format(family: str) -> None:
     """Decoding again in float32 what was drawn in bfloat16: some pipelines hand it over as it is."""
     pipe = FAMILIES[family]().to(dtype=torch.bfloat16)
     pipe.vae.to(torch.float32)
-    held = tuple(
-        Placement(
-            component=name,
-            strategy=Strategy.CPU,
-            device="cpu",
-            dtype="float32" if name == "vae" else "bfloat16",
-            weight_bytes=0,
-        )
-        for name in placement.modules_of(pipe)
-    )
+    half = {key: {"dtype": "bfloat16"} for key in set(placement.modules_of(pipe)) - {"vae"}}
+    held = values.on_cpu(placement.modules_of(pipe), **half)
     placement.place(pipe, values.plan(placements=held, dtype="bfloat16"))
     size = {name: CALLS[family][name] for name in ("height", "width", "num_frames", "num_inference_steps")}
     made = pipeline.generate(pipe, values.request(**size), Control(), StageClock(lambda progress: None))
@@ -154,16 +142,7 @@ def test_a_text_encoder_that_was_never_loaded_says_where_it_computes(family: str
     pipe = FAMILIES[family]()
     pipe.text_encoder = pipeline.load_empty(type(pipe.text_encoder), tmp_path / "text_encoder", torch.float32)
     pipe.register_to_config(_name_or_path=str(tmp_path))
-    held = tuple(
-        Placement(
-            component=name,
-            strategy=Strategy.DISK if name == "text_encoder" else Strategy.CPU,
-            device="cpu",
-            dtype="float32",
-            weight_bytes=0,
-        )
-        for name in placement.modules_of(pipe)
-    )
+    held = values.on_cpu(placement.modules_of(pipe), text_encoder=DISK)
     kind = type(pipe.text_encoder)
     placement.place(pipe, values.plan(placements=held))
     assert str(pipe.text_encoder.device) == "cpu"

@@ -138,12 +138,7 @@ def _hook(streamed: Streamed, index: int, block: torch.nn.Module) -> None:
                 vars(block).pop("_diffusers_hook", None)
 
     streamed.undo.append(unhook)
-    registry.register_hook(_StreamingHook(streamed, index, _size(block)), HOOK)
-
-
-def _size(block: torch.nn.Module) -> int:
-    """How many modules a block is made of."""
-    return sum(1 for _ in block.modules())
+    registry.register_hook(_StreamingHook(streamed, index), HOOK)
 
 
 def _forget_registries(module: torch.nn.Module) -> None:
@@ -153,18 +148,12 @@ def _forget_registries(module: torch.nn.Module) -> None:
 
 
 class _StreamingHook(ModelHook):  # type: ignore[misc]
-    def __init__(self, streamed: Streamed, index: int, size: int) -> None:
+    def __init__(self, streamed: Streamed, index: int) -> None:
         super().__init__()
         self._streamed = streamed
         self._index = index
-        self._modules = size
 
-    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
-        if _size(module) != self._modules:
-            raise PlanError(
-                f"Layers were added to {type(module).__name__} while its weights are streamed (a LoRA?). Take the plan "
-                "off, load the LoRA, and place the pipeline again."
-            )
+    def pre_forward(self, _module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
         self._streamed.before(self._index)
         return args, kwargs
 

@@ -224,7 +224,10 @@ class Streamed:
 
         Raises:
             torch.OutOfMemoryError: they do not fit.
+            GenerationFailed: layers were added to a block since.
         """
+        for unit in self._units:  # here, once a visit, and not at each block of each step
+            unit.check_layers()
         count = self._count if count is None else count
         self._count = count
         if not self._units:

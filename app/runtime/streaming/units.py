@@ -73,15 +73,29 @@ class Unit:
     weights: list[Weight]
     shown: bool = False
 
+    def __post_init__(self) -> None:
+        self._size = self._modules()
+
+    def _modules(self) -> int:
+        return sum(1 for _ in self.block.modules())
+
+    def check_layers(self) -> None:
+        """Raises GenerationFailed where layers were added to the block: nobody would bring their weights."""
+        if self._modules() != self._size:
+            raise self._changed("Layers of")
+
     def show(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         if not self.shown and not all(weight.intact() for weight in self.weights):
-            raise GenerationFailed(
-                f"Weights of {self.name} were replaced while the model was being streamed (a LoRA, perhaps). "
-                "Stop the streaming before changing a model, and start it again afterwards."
-            )
+            raise self._changed("Weights of")
         for weight, parameter in zip(self.weights, parameters, strict=True):
             weight.show(parameter)
         self.shown = True
+
+    def _changed(self, what: str) -> GenerationFailed:
+        return GenerationFailed(
+            f"{what} {self.name} were replaced or added while the model was being streamed (a LoRA, perhaps). "
+            "Stop the streaming before changing a model, and start it again afterwards."
+        )
 
     def hide(self) -> None:
         if self.shown:
