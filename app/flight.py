@@ -115,8 +115,11 @@ def draft_from(document: JsonObject) -> Draft:
     """
     try:
         request = Request.model_validate(document["request"])
-    except (KeyError, ValidationError) as error:
-        raise BadInput(f"The record holds no settings that this version understands: {error}") from None
+    except KeyError:
+        raise BadInput("The record holds no settings.") from None
+    except ValidationError as error:
+        wrong = ", ".join(dict.fromkeys(str(problem["loc"][0]) for problem in error.errors()))
+        raise BadInput(f"The record holds no settings that this version understands (see {wrong}).") from None
     return Draft(**request.model_dump())
 
 

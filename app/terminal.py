@@ -102,7 +102,8 @@ def job_table(jobs: Iterable[Job]) -> Table:
     """The history, newest first."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("id", "status", "seconds", "peak RAM", "model", "prompt"):
-        table.add_column(column, overflow="fold" if column == "prompt" else "ellipsis")
+        # an id that is cut could not be given to `resume` and `history show`
+        table.add_column(column, overflow="fold" if column == "prompt" else "ellipsis", no_wrap=column == "id")
     for job in jobs:
         status = job.status if job.error_kind is None else f"{job.status} ({job.error_kind})"
         seconds = "" if job.seconds is None else f"{job.seconds:.1f}"

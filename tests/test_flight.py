@@ -103,8 +103,11 @@ def test_what_is_no_record_is_refused(tmp_path: Path, text: str) -> None:
 def test_the_same_intent_can_be_made_again() -> None:
     draft = flight.draft_from(flight.record(job()))
     assert (draft.prompt, draft.seed, draft.num_inference_steps) == ("a red ball", 1, 10)
-    with pytest.raises(BadInput, match="no settings"):
+    with pytest.raises(BadInput, match="no settings that this version understands") as refused:
         flight.draft_from({"pocketreel": "1", "request": {"prompt": 3}})
+    assert "\n" not in str(refused.value)
+    with pytest.raises(BadInput, match="holds no settings"):
+        flight.draft_from({"pocketreel": "1"})
 
 
 def test_what_differs_is_named() -> None:
