@@ -1,4 +1,5 @@
-"""The command line: serve, generate, probe, doctor; `cli_history` adds history, resume and replay, `cli_plan` the rest.
+"""The command line: serve, generate, probe, doctor; `cli_history` adds history, resume and replay, `cli_models` models,
+`cli_plan` the rest.
 
 People read the human output first; with `--json` exactly one JSON document goes to stdout and all else to stderr.
 Exit codes: 0 done, 2 bad input, 3 does not fit, 4 failed, 124 timed out, 130 canceled.
@@ -15,6 +16,7 @@ import typer
 
 from app import __version__
 from app.cli_history import history, replay, resume
+from app.cli_models import models
 from app.cli_plan import PASSED_ON, bench, plan, simulate
 from app.following import follow, opened_service, submit, tell
 from app.shell import AsJson, guarded, out, parse_size, print_json
@@ -157,6 +159,7 @@ app.command()(replay)
 app.command()(plan)
 app.command(**PASSED_ON)(simulate)
 app.add_typer(bench, name="bench")
+app.add_typer(models, name="models")
 
 
 def main() -> None:

@@ -111,6 +111,9 @@ def matrix(
     size: Annotated[str | None, typer.Option(help="Only small, default or largest.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="Simulators at once; each takes a core.")] = 2,
     to: Annotated[Path | None, typer.Option(help="Write the table to this file as Markdown.")] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="Keep outcomes in this file, and take what stands there: to go on another time.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run every plan for many machines in the simulator, and compare its peak with the prediction. Takes hours."""
@@ -123,16 +126,19 @@ def matrix(
         raise InvalidRequest(f"--size is one of {', '.join(plans.SIZES)}.", field="size")
     if to is not None and not to.absolute().parent.is_dir():
         raise InvalidRequest(f"The folder of {to} does not exist. Make it, or name another file.", field="to")
-    found = list(
-        plans.cases(settings, model or (), machines, (ram,) if ram else plans.RAMS, (size,) if size else plans.SIZES)
+    found = plans.explore(
+        settings, model or (), machines, (ram,) if ram else plans.RAMS, (size,) if size else plans.SIZES
     )
-    if not found:
+    if not found.cases:
         raise InvalidRequest("No fitted model has a plan there. `pocketreel plan --all` shows the models' ids.")
-    rows = plans.run_all(found, processes, lambda row: err.print(f"{row.case.title}: {plans.row_words(row)}"))
+    err.print(found.words())
+    rows = plans.run_all(
+        found.cases, processes, lambda row: err.print(f"{row.case.title}: {plans.row_words(row)}"), keep
+    )
     result = plans.summary(rows)
-    _show(result._asdict(), plans.summary_words(result), as_json=as_json)
+    _show(result._asdict(), f"{found.words()}\n{plans.summary_words(result)}", as_json=as_json)
     if to is not None:
-        to.write_text(f"{plans.summary_words(result)}\n\n{plans.table(rows)}\n", "utf-8")
+        to.write_text(f"{found.words()}\n\n{plans.summary_words(result)}\n\n{plans.table(rows)}\n", "utf-8")
 
 
 @bench.command()

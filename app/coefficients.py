@@ -2,15 +2,18 @@
 
 Frozen values and plain arithmetic, for the planner and the worker alike. `python -m app.runtime.simulate fit MODEL`
 writes them to presets/models/coefficients/MODEL.toml, nobody by hand. Working memory is what a stage needs besides the
-weights; `max_error` is the largest relative deviation among the points a law was fitted to, so 0.01 is one per cent.
+weights; `max_error` is a relative deviation, so 0.01 is one per cent.
 All sizes are bytes in the number format in which the model was loaded for the fit.
 """
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -36,66 +39,91 @@ class Lattice(Value):
         return -(-self.latent_frames(num_frames) // self.temporal_patch) * (height // side) * (width // side)
 
 
-class TokenLaw(Value):
-    """Denoising: constant + a for each token of the video."""
+class TokenLine(Value):
+    """A constant + so much for each token of the video (+ so much for each pair of them)."""
 
     constant_bytes: float
     bytes_per_token: float
+    bytes_per_pair: float = 0.0
+    """Where a mask says of each token which others it attends to."""
+
+    def at(self, tokens: int) -> float:
+        return self.constant_bytes + self.bytes_per_token * tokens + self.bytes_per_pair * tokens**2
+
+
+class TokenLaw(TokenLine):
+    """Denoising: the line of the blocks that work on the video."""
+
+    short: TokenLine | None = None
+    """The line of small videos, where blocks that work on the prompt take more; None: they never do."""
     max_error: float = Field(ge=0)
+    """The largest among the points that it was fitted to."""
 
     def bytes(self, tokens: int) -> int:
-        return max(0, round(self.constant_bytes + self.bytes_per_token * tokens))
+        return max(0, round(max(line.at(tokens) for line in (self, self.short) if line is not None)))
 
 
-def filled(num_frames: int, window_frames: int | None) -> float:
-    """Which share of a window of frames a video fills."""
-    return 1.0 if window_frames is None else min(num_frames, window_frames) / window_frames
+class VideoGrid(Value):
+    """Work on the frames of a video: what was simulated at some sizes and lengths, straight lines between them.
 
-
-class VideoLaw(Value):
-    """Untiled decoding: constant + a for each pixel of a frame + b for each pixel of the video.
-
-    A VAE that decodes some frames at a time has less of the first work where the video is shorter than that.
+    No law of one formula holds for all VAEs: they decode some frames at a time, keep others, cut pictures into tiles.
+    Beyond the outer points the last line goes on, but a shorter video than the shortest one takes what that takes.
     """
 
-    window_frames: int | None = Field(None, ge=1)
-    """Frames that it decodes at a time; None: the work on a frame does not depend on how many there are."""
-    constant_bytes: float
-    bytes_per_pixel: float
-    bytes_per_video_pixel: float
+    pixels: tuple[int, ...] = Field(min_length=2)
+    """Of a frame, rising."""
+    num_frames: tuple[int, ...] = Field(min_length=2)
+    """Rising."""
+    working_bytes: tuple[tuple[Bytes, ...], ...]
+    """One row for each of `num_frames`, with one entry for each of `pixels`."""
     max_error: float = Field(ge=0)
+    """By how much too little it says at most, as a share, of the sizes that were simulated to check it."""
+
+    @model_validator(mode="after")
+    def _paired(self) -> Self:
+        rising = all(a < b for axis in (self.pixels, self.num_frames) for a, b in pairwise(axis))
+        if not rising or [len(row) for row in self.working_bytes] != [len(self.pixels)] * len(self.num_frames):
+            raise ValueError("pixels and num_frames must rise and have one working_bytes each; fit the model again")
+        return self
 
     def bytes(self, height: int, width: int, num_frames: int) -> int:
-        pixels = height * width
-        video = pixels * num_frames
-        worked_on = pixels * filled(num_frames, self.window_frames)
-        return max(
-            0, round(self.constant_bytes + self.bytes_per_pixel * worked_on + self.bytes_per_video_pixel * video)
-        )
+        of_lengths = [_along(self.pixels, row, height * width) for row in self.working_bytes]
+        return max(0, round(_along(self.num_frames, of_lengths, max(num_frames, self.num_frames[0]))))
 
 
-class TiledLaw(Value):
-    """Tiled decoding: constant + a for each pixel of a tile's video + b for each pixel of the whole video.
+class TiledGrid(VideoGrid):
+    """The same where the VAE works on tiles of a picture one after another.
 
-    A tile is the whole picture where that is smaller, and has all frames where the VAE does not tile in time.
+    Where a picture is smaller than a tile, one way or both, the work is that on less than a tile: the lines run through
+    the work on each pixel of a tile.
     """
 
     tile_height: int = Field(ge=1)
     tile_width: int = Field(ge=1)
-    tile_frames: int | None = Field(None, ge=1)
-    """None: a tile has all frames."""
-    constant_bytes: float
-    bytes_per_tile_pixel: float
-    bytes_per_video_pixel: float
-    max_error: float = Field(ge=0)
+    tile_pixels: tuple[int, ...]
+    """Of the largest tile in a frame of each of `pixels`."""
+
+    @model_validator(mode="after")
+    def _tiles_paired(self) -> Self:
+        if len(self.tile_pixels) != len(self.pixels) or min(self.tile_pixels) < 1:
+            raise ValueError("each of pixels must have one tile_pixels; fit the model again")
+        return self
 
     def bytes(self, height: int, width: int, num_frames: int) -> int:
-        frames = num_frames if self.tile_frames is None else min(num_frames, self.tile_frames)
-        tile = min(height, self.tile_height) * min(width, self.tile_width) * frames
-        video = height * width * num_frames
-        return max(
-            0, round(self.constant_bytes + self.bytes_per_tile_pixel * tile + self.bytes_per_video_pixel * video)
-        )
+        tile = min(height, self.tile_height) * min(width, self.tile_width)
+        of_lengths = [
+            tile
+            * _along(self.pixels, [size / of for size, of in zip(row, self.tile_pixels, strict=True)], height * width)
+            for row in self.working_bytes
+        ]
+        return max(0, round(_along(self.num_frames, of_lengths, max(num_frames, self.num_frames[0]))))
+
+
+def _along(places: Sequence[int], values: Sequence[float], place: float) -> float:
+    """The value at a place, on straight lines through the points."""
+    after = min(max(bisect_left(places, place), 1), len(places) - 1)
+    low, high = places[after - 1], places[after]
+    return values[after - 1] + (values[after] - values[after - 1]) * (place - low) / (high - low)
 
 
 class TextLaw(Value):
@@ -105,7 +133,7 @@ class TextLaw(Value):
     working_bytes: tuple[Bytes, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _paired(self) -> TextLaw:
+    def _paired(self) -> Self:
         if len(self.tokens) != len(self.working_bytes) or any(a >= b for a, b in pairwise(self.tokens)):
             raise ValueError("tokens must rise and have one working_bytes each; fit the model again")
         return self
@@ -173,13 +201,16 @@ class Coefficients(Value):
     text: dict[str, TextLaw]
     """By text encoder."""
     encode_bytes: Bytes
-    """Working memory of the whole stage ENCODE at the default size and the longest prompt."""
+    """Working memory of encoding the longest prompt (and, for its own encoder, the picture to start from)."""
     denoise_guided: TokenLaw | None = None
     """With guidance above 1 (some pipelines then run a batch of two); None: the model has no such argument."""
     denoise: TokenLaw
-    decode: VideoLaw
-    decode_tiled: TiledLaw | None = None
+    decode: VideoGrid
+    decode_tiled: TiledGrid | None = None
     """None: the VAE has no tiling, or it was left out."""
+    encode_image: VideoGrid | None = None
+    """The VAE's work on the picture that a video starts from; None: the model takes none."""
+    encode_image_tiled: TiledGrid | None = None
 
     @cached_property
     def fingerprint(self) -> str:

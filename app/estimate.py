@@ -5,7 +5,7 @@ in no block + n blocks, one more with a stream; leaf = the largest layer; page-l
 8-bit storage halves what is not kept in float32. Time is `timing`'s. An estimate is nothing but the sum of its parts;
 of components that work one after another in a stage only the largest counts.
 
-Not covered: quantized weights, torch.compile, step caches, a picture larger than the fit's (image-to-video encoding).
+Not covered: quantized weights, torch.compile, step caches.
 """
 
 from __future__ import annotations

@@ -5,13 +5,17 @@ The simulator runs in processes of its own, one plan at a time each; this one on
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
+import json
 import os
 import queue
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import product
+from pathlib import Path
 from statistics import median
 from typing import Final, NamedTuple, Self
 
@@ -37,7 +41,7 @@ _PLENTY: Final = 10_000 * GIB
 
 
 class Case(NamedTuple):
-    """One cell of the matrix that has a plan."""
+    """Cells of the matrix with one plan; of their machines the smallest."""
 
     model: str
     cards: tuple[int, ...]
@@ -46,6 +50,7 @@ class Case(NamedTuple):
     request: Request
     plan: Plan
     run: PlannedRun
+    cells: int = 1
 
     @property
     def title(self) -> str:
@@ -69,28 +74,54 @@ class Row(NamedTuple):
         return min(shares, default=None)
 
 
-def cases(
+class Explored(NamedTuple):
+    """The plans of a matrix, and what became of its cells without one."""
+
+    cases: list[Case]
+    refused: int
+    """Cells in which nothing fits, as the planner says beforehand."""
+    on_cpu: int
+    """Cells in which the CPU computes all: no card is there to look at."""
+
+    def words(self) -> str:
+        """One sentence for people."""
+        cells = sum(case.cells for case in self.cases)
+        return (
+            f"{cells + self.refused + self.on_cpu} cells: {cells} with a plan for cards ({len(self.cases)} different "
+            f"ones), {self.on_cpu} on the CPU alone, {self.refused} in which nothing fits, as the planner says."
+        )
+
+
+def explore(
     settings: Settings,
     models: Sequence[str] = (),
     cards: Sequence[tuple[int, ...]] = CARDS,
     rams: Sequence[int] = RAMS,
     sizes: Sequence[str] = SIZES,
-) -> Iterator[Case]:
-    """Every plan of the matrix that the simulator can hold, equal ones once. `models` empty: all fitted ones."""
+) -> Explored:
+    """Plan every cell that the simulator can hold. `models` empty: all fitted ones.
+
+    Equal plans of a model for the same size are one case, that of the smallest machine: on a larger card the same plan
+    takes the same, and RAM that a plan does not use changes nothing.
+    """
     catalogue = presets.load_catalogue(settings)
     preset = presets.find_hardware(catalogue, "auto")
     here = hardware.probe(settings)
-    seen: set[str] = set()
+    found: dict[str, Case] = {}
+    refused = on_cpu = 0
     for card in catalogue.models.values():
         name = card.simulated_as or (str(card.folder) if card.folder else None)
         if card.coefficients is None or name is None or (models and card.id not in models):
             continue
-        for gpus, ram, size in product(cards, rams, sizes):
-            machine = _machine(here, gpus, ram)
+        for gpus, ram, size in product(sorted(cards, key=sum), sorted(rams), sizes):
             request = _request(card, preset, size)
             try:
-                plan = planner.plan(machine, card, request, preset, None)
+                plan = planner.plan(_machine(here, gpus, ram), card, request, preset, None)
             except PlanError:
+                refused += 1
+                continue
+            if not plan.predicted_vram_bytes:
+                on_cpu += 1
                 continue
             run = PlannedRun(
                 model=name,
@@ -102,10 +133,16 @@ def cases(
                 vram_bytes=tuple(one * GIB for one in gpus),
                 context_bytes=GPU_CONTEXT_BYTES,
             )
-            key = run.model_dump_json()
-            if key not in seen and plan.predicted_vram_bytes:
-                seen.add(key)
-                yield Case(card.id, gpus, ram, size, request, plan, run)
+            key = f"{card.id} {len(gpus)} {gpus if len(gpus) > 1 else ''} {_same(run)}"
+            before = found.setdefault(key, Case(card.id, gpus, ram, size, request, plan, run, 0))
+            found[key] = before._replace(cells=before.cells + 1)
+    return Explored(list(found.values()), refused, on_cpu)
+
+
+def _same(run: PlannedRun) -> str:
+    """What tells runs apart on cards that are large enough."""
+    times = {"predicted_seconds", "predicted_ram_bytes"}
+    return run.model_dump_json(exclude={"vram_bytes": True, "plan": times})
 
 
 def _machine(here: Hardware, gpus: tuple[int, ...], ram: int) -> Hardware:
@@ -137,16 +174,26 @@ def _request(card: ModelCard, preset: HardwarePreset, size: str) -> Request:
     return resolve(draft, card.model_copy(update={"tasks": ("t2v",)}), preset)[0]
 
 
-def run_all(found: Sequence[Case], processes: int, on_row: Callable[[Row], None] = lambda _row: None) -> list[Row]:
+def run_all(
+    found: Sequence[Case],
+    processes: int,
+    on_row: Callable[[Row], None] = lambda _row: None,
+    keep: Path | None = None,
+) -> list[Row]:
     """Simulate all cases, in that many processes; rows in the order of the cases.
+
+    Args:
+        keep: a file that takes each outcome at once; what an earlier call has put there is not simulated again.
 
     Raises:
         GenerationFailed: a simulator ended early.
     """
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    known = _kept(keep)
+    rows = {index: Row(case, known[_key(case)]) for index, case in enumerate(found) if _key(case) in known}
     for index in range(len(found)):
-        waiting.put(index)
-    rows: dict[int, Row] = {}
+        if index not in rows:
+            waiting.put(index)
     failed: list[str] = []
 
     def work() -> None:
@@ -158,11 +205,15 @@ def run_all(found: Sequence[Case], processes: int, on_row: Callable[[Row], None]
                     except queue.Empty:
                         return
                     rows[index] = Row(found[index], simulator.run(found[index]))
+                    if keep is not None:
+                        line = json.dumps({"run": _key(found[index]), "outcome": rows[index].outcome.model_dump()})
+                        with keep.open("a", encoding="utf-8") as file:
+                            file.write(line + "\n")
                     on_row(rows[index])
         except Exception as error:  # noqa: BLE001 - a thread that ends early must not look like one that is done
             failed.append(str(error))
 
-    threads = [threading.Thread(target=work) for _ in range(min(processes, len(found)) or 1)]
+    threads = [threading.Thread(target=work) for _ in range(min(processes, waiting.qsize()))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -171,6 +222,22 @@ def run_all(found: Sequence[Case], processes: int, on_row: Callable[[Row], None]
         done = f" {len(rows)} of {len(found)} plans were simulated before." if rows else ""
         raise GenerationFailed(f"{failed[0]}{done}")
     return [rows[index] for index in sorted(rows)]
+
+
+def _key(case: Case) -> str:
+    """Of a run and of what simulates it: other libraries may take other memory."""
+    versions = [importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers", "accelerate")]
+    return hashlib.sha256(f"{case.run.model_dump_json()} {versions}".encode()).hexdigest()
+
+
+def _kept(keep: Path | None) -> dict[str, PlannedOutcome]:
+    """Outcomes in a file; a line that was cut off, because the program ended while it wrote, is left out."""
+    found: dict[str, PlannedOutcome] = {}
+    for line in keep.read_text("utf-8").splitlines() if keep is not None and keep.is_file() else ():
+        with suppress(ValueError, KeyError):
+            entry = json.loads(line)
+            found[entry["run"]] = PlannedOutcome.model_validate(entry["outcome"])
+    return found
 
 
 class _Simulator:
@@ -244,13 +311,15 @@ def summary(rows: Sequence[Row]) -> Summary:
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown, one line a run, for the docs."""
-    heads = ("model", "cards", "RAM", "size", "held", "predicted", "simulated", "excess")
+    heads = ("model", "cards", "RAM", "size", "cells", "held", "predicted", "simulated", "excess")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for case, outcome in rows:
         cards = "+".join(map(str, case.cards))
         request = case.request
         size = f"{request.width}x{request.height}x{request.num_frames}"
-        start = f"| {case.model} | {cards} GB | {case.ram} GB | {size} | {how_words(case.plan.placements)} "
+        start = (
+            f"| {case.model} | {cards} GB | {case.ram} GB | {size} | {case.cells} | {how_words(case.plan.placements)} "
+        )
         predicted = case.plan.predicted_vram_bytes
         wanted = ", ".join(format_bytes(size) for size in predicted.values())
         if outcome.error is not None:

@@ -13,6 +13,8 @@ from app.errors import InvalidRequest
 from app.schema import Draft, HardwarePreset, Lattice, ModelCard, Notice, Request
 
 MAX_PROMPT_CHARACTERS = 5000
+CHARACTERS_A_TOKEN = 4
+"""Of English text, about: what T5's, Qwen's and CLIP's tokenizers make of it. Only a notice depends on it."""
 MAX_SEED = 2**63 - 1
 MAX_TIMEOUT_SECONDS = 7 * 24 * 3600
 
@@ -39,6 +41,15 @@ def resolve(draft: Draft, card: ModelCard, preset: HardwarePreset) -> tuple[Requ
             Notice(
                 field="prompt",
                 text=f"The built-in model knows shapes, colours and motions; it does not know: {words}.",
+            )
+        )
+    reads = card.max_sequence_length
+    if reads is not None and len(prompt) > reads * CHARACTERS_A_TOKEN:
+        notices.append(
+            Notice(
+                field="prompt",
+                text=f"{card.title} reads about {reads * CHARACTERS_A_TOKEN} characters of a prompt ({reads} tokens); "
+                f"this one has {len(prompt)}, and its end may be cut off.",
             )
         )
     height = _side("height", draft.height, defaults.height, lattice, notices)

@@ -96,6 +96,10 @@ class Lattice(Value):
     """'768x512' (width x height), the sizes the model was trained on; others work but may look odd."""
 
 
+Argument = bool | int | float | str | tuple[float, ...]
+"""A value in a card's `calls`."""
+
+
 class ModelCard(Value):
     """One model of the catalogue. Exactly one of `repo_id` (Hub) and `folder` (on this disk) names its weights."""
 
@@ -107,6 +111,8 @@ class ModelCard(Value):
     folder: Path | None = None
     revision: str | None = None
     license: str
+    gated: bool = False
+    """The Hub gives its files only to people who have accepted the license there."""
     pipeline: str
     """Class name in diffusers, e.g. `Kandinsky5T2VPipeline`."""
     defaults: Defaults
@@ -115,6 +121,11 @@ class ModelCard(Value):
     """The built-in model knows few words; `demo` makes unknown ones be named on the page."""
     coefficients: Coefficients | None = None
     """Sizes and memory laws, fitted by the simulator. None: the planner falls back to a coarse rule."""
+    max_sequence_length: int | None = Field(None, ge=1)
+    """Tokens of the prompt that it reads; the rest is cut off. None: not known."""
+    calls: dict[str, Argument] = Field(default_factory=dict)
+    """Further arguments of the pipeline's `__call__`, by their names there. `timesteps` counts only where as many steps
+    are asked for as it lists."""
     simulated_as: str | None = None
     """Its name in the simulator's catalogue; None: the simulator does not know it."""
     timeout_seconds: Seconds = 3600.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Final, NamedTuple
 
-from app.coefficients import Coefficients, ComponentFacts
+from app.coefficients import Coefficients, ComponentFacts, VideoGrid
 from app.schema import Factors, Request, Stage
 
 FRAME_COPIES: Final = 3
@@ -46,6 +46,7 @@ class Task(NamedTuple):
     """Texts to encode."""
     denoise_bytes: int
     decode_bytes: int
+    """The VAE's, the picture to start from included."""
     tiled_bytes: int | None
     factors: Factors | None = None
     """What earlier runs here taught; None: nothing."""
@@ -67,7 +68,7 @@ class Sizes(NamedTuple):
 
 
 def task_of(coefficients: Coefficients, request: Request, factors: Factors | None = None) -> Task:
-    """The request in the model's own numbers. Working memory includes the laws' own largest error."""
+    """The request in the model's own numbers. Working memory includes the fits' own largest error."""
     size = (request.height, request.width, request.num_frames)
     guided = request.guidance_scale > 1 and coefficients.denoise_guided is not None
     if coefficients.pipeline in EMBEDDED_GUIDANCE:
@@ -77,8 +78,7 @@ def task_of(coefficients: Coefficients, request: Request, factors: Factors | Non
     batched = coefficients.pipeline.startswith(BATCHED_GUIDANCE)
     law = coefficients.denoise_guided if guided and coefficients.denoise_guided is not None else coefficients.denoise
     tokens, tiled = coefficients.lattice.tokens(*size), coefficients.decode_tiled
-    if tiled is not None and request.height <= tiled.tile_height and request.width <= tiled.tile_width:
-        tiled = None  # one tile: nothing is saved
+    one_tile = tiled is not None and request.height <= tiled.tile_height and request.width <= tiled.tile_width
     return Task(
         coefficients=coefficients,
         pixels=request.height * request.width,
@@ -89,10 +89,17 @@ def task_of(coefficients: Coefficients, request: Request, factors: Factors | Non
         batch=passes if batched else 1,
         prompts=passes,
         denoise_bytes=round(law.bytes(tokens) * (1 + law.max_error)),
-        decode_bytes=round(coefficients.decode.bytes(*size) * (1 + coefficients.decode.max_error)),
-        tiled_bytes=None if tiled is None else round(tiled.bytes(*size) * (1 + tiled.max_error)),
+        decode_bytes=_of_frames(size, coefficients.decode, coefficients.encode_image),
+        tiled_bytes=None  # nothing is saved where the picture is one tile
+        if tiled is None or one_tile
+        else _of_frames(size, tiled, coefficients.encode_image_tiled or coefficients.encode_image),
         factors=factors if factors is not None and factors.runs else None,
     )
+
+
+def _of_frames(size: tuple[int, int, int], *grids: VideoGrid | None) -> int:
+    """The VAE's work: encoding the first picture counts as decoding, because it must fit into the same place."""
+    return max(round(grid.bytes(*size) * (1 + grid.max_error)) for grid in grids if grid is not None)
 
 
 @cache  # asked for thousands of times in one table of plans
@@ -132,6 +139,11 @@ def stored_bytes(facts: ComponentFacts) -> int:
     if facts.dtype == "float32":
         return -(-facts.weight_bytes // 2)
     return facts.weight_bytes - facts.fp32_bytes // 2
+
+
+def download_bytes(coefficients: Coefficients) -> int:
+    """About what is fetched for a model that is not here: 16 bit at least."""
+    return sum(stored_bytes(facts) for facts in coefficients.components.values())
 
 
 def float32_bytes(facts: ComponentFacts) -> int:

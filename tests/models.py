@@ -5,6 +5,7 @@ What the facts do not state is derived here and said so; the catalogue's own fil
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from app.coefficients import (
@@ -13,9 +14,9 @@ from app.coefficients import (
     ComponentFacts,
     Lattice,
     TextLaw,
-    TiledLaw,
+    TiledGrid,
     TokenLaw,
-    VideoLaw,
+    VideoGrid,
 )
 from app.schema import GIB, Defaults, ModelCard
 from app.schema import Lattice as Sizes
@@ -63,22 +64,24 @@ VAE_WAN = facts(0.48, 0.127, 1.2, 0.03, dtype="float32")
 VAE_COGVIDEOX = facts(0.41, 0.22, 1.2, 0.03)
 TEXT = TextLaw(tokens=(128, 512), working_bytes=(70 * MIB, gib(0.28)))
 
+
+def grid(law: Callable[[int, int], float], max_error: float) -> dict[str, Any]:
+    """Fields of a `VideoGrid` from a law of pixels and num_frames."""
+    pixels, frames = (90_000, 400_000, 1_000_000), (5, 17, 61, 121)
+    return {
+        "pixels": pixels,
+        "num_frames": frames,
+        "working_bytes": tuple(tuple(round(law(p, n)) for p in pixels) for n in frames),
+        "max_error": max_error,
+    }
+
+
 # (512x768x121: 21.50 untiled, 3.89 tiled); the laws' shape from coeffs.json of the prototype
-DECODE_HUNYUAN = VideoLaw(
-    constant_bytes=20_421_521, bytes_per_pixel=57_620.6, bytes_per_video_pixel=8.424, max_error=0.0005
-)
-TILED_HUNYUAN = TiledLaw(
-    tile_height=256, tile_width=256, constant_bytes=0, bytes_per_tile_pixel=470, bytes_per_video_pixel=9, max_error=0.02
-)
-DECODE_WAN = VideoLaw(constant_bytes=1_963_500, bytes_per_pixel=19_458.6, bytes_per_video_pixel=12.44, max_error=0.0005)
-TILED_WAN = TiledLaw(
-    tile_height=256,
-    tile_width=256,
-    constant_bytes=0,
-    bytes_per_tile_pixel=115,
-    bytes_per_video_pixel=12,
-    max_error=0.02,
-)
+DECODE_HUNYUAN = VideoGrid(**grid(lambda p, n: 20_421_521 + 57_620.6 * p + 8.424 * p * n, 0.0005))
+TILE: dict[str, Any] = {"tile_height": 256, "tile_width": 256, "tile_pixels": (256**2,) * 3}
+TILED_HUNYUAN = TiledGrid(**TILE, **grid(lambda p, n: n * (470 * 256**2 + 9 * p), 0.02))
+DECODE_WAN = VideoGrid(**grid(lambda p, n: 1_963_500 + 19_458.6 * p + 12.44 * p * n, 0.0005))
+TILED_WAN = TiledGrid(**TILE, **grid(lambda p, n: n * (115 * 256**2 + 12 * p), 0.02))
 
 
 def coefficients(

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from app.coefficients import Coefficients, TextLaw, TiledLaw, TokenLaw, VideoLaw
+from app.coefficients import Coefficients, TextLaw, TiledGrid, TokenLaw, VideoGrid
 from app.config import Settings
 from app.errors import PresetError
 from app.presets import load_catalogue
@@ -74,22 +74,56 @@ def test_the_laws_are_those_of_the_facts() -> None:
     assert models.DECODE_HUNYUAN.bytes(512, 768, 121) / GIB == pytest.approx(21.5, rel=0.15)
 
 
-def test_laws_never_go_below_zero() -> None:
+def test_no_working_memory_is_below_zero() -> None:
     assert TokenLaw(constant_bytes=-5e9, bytes_per_token=1, max_error=0).bytes(10) == 0
-    negative = {"constant_bytes": -5e9, "bytes_per_video_pixel": 0, "max_error": 0}
-    assert VideoLaw(bytes_per_pixel=0, **negative).bytes(64, 64, 9) == 0
-    assert TiledLaw(tile_height=64, tile_width=64, bytes_per_tile_pixel=0, **negative).bytes(64, 64, 9) == 0
+    steep = VideoGrid(pixels=(100, 200), num_frames=(5, 9), working_bytes=((10, 500), (20, 900)), max_error=0)
+    assert steep.bytes(1, 1, 5) == 0
 
 
-def test_a_tile_is_no_larger_than_the_picture_and_the_video() -> None:
-    law = TiledLaw(
-        tile_height=256, tile_width=256, tile_frames=16, constant_bytes=7, bytes_per_tile_pixel=1,
-        bytes_per_video_pixel=0, max_error=0,
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 60))
+def test_a_grid_is_straight_between_its_points_and_beyond_them(height: int, width: int, num_frames: int) -> None:
+    def law(pixels: int, frames: int) -> int:
+        return 7 + 3 * pixels + 20 * frames + pixels * frames
+
+    places, frames = (100, 400, 900), (9, 17, 33)
+    rows = tuple(tuple(law(p, n) for p in places) for n in frames)
+    found = VideoGrid(pixels=places, num_frames=frames, working_bytes=rows, max_error=0)
+    assert found.bytes(height, width, num_frames) == law(height * width, max(num_frames, 9))
+
+
+def test_a_grid_follows_the_bends_of_its_points() -> None:
+    rows = ((100, 200, 1000), (100, 200, 1000))
+    bent = VideoGrid(pixels=(10, 20, 30), num_frames=(5, 9), working_bytes=rows, max_error=0)
+    assert [bent.bytes(1, p, 5) for p in (10, 15, 20, 25, 30, 40)] == [100, 150, 200, 600, 1000, 1800]
+
+
+@given(st.integers(100, 900), st.integers(100, 900))
+def test_a_picture_smaller_than_a_tile_takes_the_work_on_less_than_a_tile(height: int, width: int) -> None:
+    """Half of the default size is less than a tile of 512 pixels, one and a half times of it is more."""
+    sizes = ((256, 352), (512, 704), (816, 1136))
+    tiles = tuple(min(h, 512) * min(w, 512) for h, w in sizes)
+    found = TiledGrid(
+        pixels=tuple(h * w for h, w in sizes), num_frames=(9, 17), tile_height=512, tile_width=512, tile_pixels=tiles,
+        working_bytes=tuple(tuple(n * 900 * tile for tile in tiles) for n in (9, 17)), max_error=0,
     )  # fmt: skip
-    assert law.bytes(128, 512, 5) == 7 + 128 * 256 * 5
-    assert law.bytes(512, 512, 33) == 7 + 256 * 256 * 16
-    all_frames = law.model_copy(update={"tile_frames": None})
-    assert all_frames.bytes(512, 512, 33) == 7 + 256 * 256 * 33
+    assert found.bytes(height, width, 13) == pytest.approx(13 * 900 * min(height, 512) * min(width, 512), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "frames", "rows"),
+    [
+        ((1, 2), (5, 9), ((1, 2),)),
+        ((1, 2), (5, 9), ((1, 2), (3,))),
+        ((2, 1), (5, 9), ((1, 2), (3, 4))),
+        ((1, 2), (9, 9), ((1, 2), (3, 4))),
+        ((1,), (5, 9), ((1,), (3,))),
+    ],
+)
+def test_a_grid_must_be_whole_and_rise(
+    pixels: tuple[int, ...], frames: tuple[int, ...], rows: tuple[tuple[int, ...], ...]
+) -> None:
+    with pytest.raises(ValidationError):
+        VideoGrid(pixels=pixels, num_frames=frames, working_bytes=rows, max_error=0)
 
 
 @given(st.integers(0, 2000))

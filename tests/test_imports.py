@@ -20,7 +20,7 @@ LAYERS = [
     {"errors"},
     {"speed", "workload", "timing", "estimate"},
     {"events", "config", "presets", "hardware", "store", "mp4", "demo"},
-    {"resolve", "planner", "doctor", "outputs", "calibration", "flight", "fallback", "kept", "watch"},
+    {"resolve", "planner", "doctor", "outputs", "calibration", "flight", "fallback", "kept", "watch", "shelf"},
     {"process"},
     {"worker"},
     {"records"},
@@ -29,7 +29,7 @@ LAYERS = [
     {"jobs", "planning"},
     {"terminal", "tables", "bench", "engines", "web", "shell", "matrix"},
     {"following"},
-    {"cli_plan", "cli_history"},
+    {"cli_plan", "cli_history", "cli_models"},
     {"cli"},
 ]
 

@@ -8,7 +8,7 @@ import pytest
 
 from app.config import Settings
 from app.errors import GenerationFailed
-from app.matrix import Case, Row, cases, row_words, run_all, summary, summary_words, table
+from app.matrix import Case, Row, explore, row_words, run_all, summary, summary_words, table
 from app.plans import PlannedOutcome
 from app.schema import GIB
 
@@ -16,9 +16,10 @@ from app.schema import GIB
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     settings = Settings(data_dir=tmp_path_factory.mktemp("data"))
-    found = list(cases(settings, ("built-in",), cards=((1,), (4,)), rams=(16,), sizes=("small", "default")))
-    assert found
-    return found
+    found = explore(settings, ("built-in",), cards=((1,), (4,)), rams=(16,), sizes=("small", "default"))
+    assert found.cases
+    assert (found.refused, found.on_cpu) == (0, 0)
+    return found.cases
 
 
 def test_the_built_in_models_plans_keep_their_word(sample: list[Case]) -> None:
@@ -35,8 +36,28 @@ def test_the_built_in_models_plans_keep_their_word(sample: list[Case]) -> None:
     assert table(rows).count("\n") == len(sample) + 1
 
 
-def test_equal_plans_are_run_once(sample: list[Case]) -> None:
+def test_equal_plans_are_run_once_on_the_smallest_machine(settings: Settings, sample: list[Case]) -> None:
+    assert sum(case.cells for case in sample) == 4
     assert len({case.run.model_dump_json() for case in sample}) == len(sample)
+    found = explore(settings, ("built-in",), cards=((24,), (8, 8), (12,)), rams=(64, 16), sizes=("default",))
+    assert [(case.cards, case.cells) for case in found.cases if len(case.cards) == 1] == [((12,), 4)]
+    assert "6 cells: " in found.words()
+
+
+def test_what_was_kept_is_not_simulated_again(sample: list[Case], tmp_path: Path) -> None:
+    keep, shown = tmp_path / "outcomes.jsonl", list[str]()
+    first = run_all(sample[:1], 1, lambda row: shown.append(row.case.title), keep)
+    with keep.open("a", encoding="utf-8") as file:
+        file.write('{"run": "cut o')
+    again = run_all(sample[:1], 1, lambda row: shown.append(row.case.title), keep)
+    assert again == first
+    assert shown == [sample[0].title]
+
+
+def test_cells_in_which_nothing_fits_are_counted(settings: Settings) -> None:
+    found = explore(settings, ("wan-2.1-t2v-1.3b",), cards=((1,), (24,)), rams=(2, 64), sizes=("default",))
+    assert found.refused == 3
+    assert "3 in which nothing fits" in found.words()
 
 
 def rows_with(sample: list[Case], *shares: float | None) -> list[Row]:
@@ -77,7 +98,7 @@ def test_the_cards_are_as_large_as_asked(sample: list[Case]) -> None:
 @pytest.mark.parametrize("cards", [(24, 24), (8, 12), (6, 12, 24)], ids=str)
 @pytest.mark.parametrize("model", ["kandinsky-5-t2v-lite-sft-5s", "kandinsky-5-i2v-lite-5s", "wan-2.1-t2v-14b"])
 def test_several_cards_hold_what_was_planned(settings: Settings, model: str, cards: tuple[int, ...]) -> None:
-    found = list(cases(settings, (model,), cards=(cards,), rams=(64,), sizes=("default",)))
+    found = explore(settings, (model,), cards=(cards,), rams=(64,), sizes=("default",)).cases
     assert found
     for row in run_all(found, 2):
         assert row.outcome.error is None, row.outcome.error

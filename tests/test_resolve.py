@@ -20,6 +20,14 @@ def test_defaults_come_from_the_card() -> None:
     assert notices == ()
 
 
+def test_a_prompt_that_is_longer_than_the_model_reads_is_told() -> None:
+    card = CARD.model_copy(update={"max_sequence_length": 20, "vocabulary": None})
+    for length, told in ((80, 0), (81, 1)):
+        _, notices = resolve(Draft(prompt="x" * length), card, PRESET)
+        assert len(notices) == told
+    assert "reads about 80 characters of a prompt (20 tokens); this one has 81" in notices[0].text
+
+
 @pytest.mark.parametrize(
     ("field", "value", "result", "words"),
     [

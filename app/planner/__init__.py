@@ -33,7 +33,7 @@ from app.schema import (
     Request,
     Stage,
 )
-from app.workload import stage_of, stored_bytes
+from app.workload import download_bytes, stage_of
 
 __all__ = ["COARSE", "PINNED_SHARE", "RAM_FLOOR_BYTES", "plan"]
 
@@ -121,7 +121,7 @@ def _changes(search: Search, above: Found, rung: Found) -> tuple[str, ...]:
 def _check_disk(hardware: Hardware, card: ModelCard) -> None:
     """The download must fit: what is not on this machine is fetched in 16 bit at least."""
     assert card.coefficients is not None  # noqa: S101 - for the type checker
-    needed = sum(stored_bytes(facts) for facts in card.coefficients.components.values())
+    needed = download_bytes(card.coefficients)
     disk = hardware.download_disk or hardware.data_disk
     if needed > disk.free_bytes:
         raise PlanError(

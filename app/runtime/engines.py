@@ -90,7 +90,7 @@ def compare(run: EngineRun, engine: Engine, wanted: pipeline.Pixels | None) -> t
         steps.clear()
         clock = StageClock(on_progress)
         began = time.perf_counter()
-        pixels = pipeline.generate(pipe, run.request, Control(), clock)
+        pixels = pipeline.generate(pipe, run.request, Control(), clock, calls=run.card.calls)
         clock.close()
         seconds = time.perf_counter() - began
     between = [later - earlier for earlier, later in pairwise(steps)]

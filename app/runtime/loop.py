@@ -141,7 +141,7 @@ class Loop:
         if run.keep is not None:
             facts = resume.facts_of(run.job_id, run.card, run.request, run.plan.dtype, versions())
             self._keeper = resume.Keeper(run.keep, facts)
-        pixels = pipeline.generate(self._pipe, run.request, self.control, clock, self._keeper)
+        pixels = pipeline.generate(self._pipe, run.request, self.control, clock, self._keeper, calls=run.card.calls)
         clock.enter(Stage.EXPORT, total=len(pixels))
 
         def on_frame(done: int, total: int) -> None:
@@ -194,7 +194,7 @@ class Loop:
             self.control.check()
             placement.place_or_fall_back(pipe, run.plan)
         else:
-            placement.switch(pipe, run.plan)
+            placement.switch(pipe, run.plan, placement.place_or_fall_back)
         self._pipe, self._loaded = pipe, key
 
     def _report(self, run: events.Run, stages: list[StageReport]) -> Report:

@@ -10,7 +10,7 @@ import gc
 import importlib
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from app.runtime.checkpoint_files import load_empty
 from app.runtime.control import Control
 from app.runtime.memory import StageClock, is_ram_error
 from app.runtime.resume import Keeper
-from app.schema import ModelCard, Plan, Request, Stage, Strategy
+from app.schema import Argument, ModelCard, Plan, Request, Stage, Strategy
 
 DENOISERS = ("transformer", "transformer_2", "unet")
 
@@ -57,7 +57,7 @@ def load(card: ModelCard, plan: Plan) -> Any:
             source = cls.download(card.repo_id, revision=card.revision, use_safetensors=True, trust_remote_code=False)
         parts = {name: _without_weights(Path(str(source)), name, dtype) for name, dtype in from_disk.items()}
         # dtype must be given: without it text encoders come as fp16 and the rest as fp32
-        return cls.from_pretrained(
+        pipe = cls.from_pretrained(
             source,
             revision=card.revision,
             dtype=_dtypes(plan),
@@ -66,6 +66,7 @@ def load(card: ModelCard, plan: Plan) -> Any:
             local_files_only=card.folder is not None,
             **parts,
         )
+        return attending_in_full(pipe)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError) or is_ram_error(error):
             raise
@@ -73,8 +74,28 @@ def load(card: ModelCard, plan: Plan) -> Any:
         raise ModelNotUsable(
             f"{where} cannot be loaded: {_first_line(error)} "
             "Check that it is a complete diffusers folder with .safetensors weights"
-            + ("." if card.folder is not None else ", that you are online, and that the model is not gated.")
+            + ("." if card.folder is not None else f", that you are online{_access_words(card)}.")
         ) from error
+
+
+def attending_in_full(pipe: Any) -> Any:
+    """A model that is made for sparse attention attends to everything instead; returns it.
+
+    Kandinsky's 10 s models say which keys to leave out in a mask that only flex attention takes: their stock call fails
+    with any other backend, and flex attention that Triton has not compiled holds all scores at once. What is left out
+    is a tenth of the attention at most, so all of it is what the mask approximates.
+    """
+    transformer: Any = getattr(pipe, "transformer", None)
+    if getattr(getattr(transformer, "config", None), "attention_type", None) == "nabla":
+        transformer.register_to_config(attention_type="regular")
+    return pipe
+
+
+def _access_words(card: ModelCard) -> str:
+    page = f"https://huggingface.co/{card.repo_id}"
+    if card.gated:
+        return f", and that you have accepted its license at {page} and logged in here with `hf auth login`"
+    return f", and that {page} does not ask you to accept a license first (then log in here with `hf auth login`)"
 
 
 def _without_weights(folder: Path, name: str, dtype: str) -> Any:
@@ -92,16 +113,27 @@ def _dtypes(plan: Plan) -> Any:
     return {**found, "default": main} if set(found.values()) - {main} else main
 
 
-def generate(pipe: Any, request: Request, control: Control, clock: StageClock, keeper: Keeper | None = None) -> Pixels:
+def generate(
+    pipe: Any,
+    request: Request,
+    control: Control,
+    clock: StageClock,
+    keeper: Keeper | None = None,
+    *,
+    calls: Mapping[str, Argument] | None = None,
+) -> Pixels:
     """Run the pipeline: text to frames of shape [num_frames, height, width, 3], 8-bit RGB.
 
-    `keeper` answers what an earlier run of the same job has computed, and keeps what this one does.
+    `keeper` answers what an earlier run of the same job has computed, and keeps what this one does. `calls` are the
+    card's.
 
     Raises:
         InvalidOutput: NaN or infinite values, or frames that are black throughout.
         Interrupted: the job was canceled.
+        ModelNotUsable: the pipeline has no argument of a name in `calls`.
     """
-    arguments = _arguments(pipe, request)
+    arguments = {**_arguments(pipe, request), **_of_card(pipe, request, calls or {})}
+    _guide(pipe, request)
 
     def step_ended(_pipe: Any, index: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         control.check()
@@ -219,6 +251,28 @@ def _arguments(pipe: Any, request: Request) -> dict[str, Any]:
         "output_type": "np",
     }
     return {name: value for name, value in wanted.items() if name in known and value is not None}
+
+
+def _of_card(pipe: Any, request: Request, calls: Mapping[str, Argument]) -> dict[str, Any]:
+    """What the card adds."""
+    known = inspect.signature(pipe.__call__).parameters
+    if unknown := [name for name in calls if name not in known]:
+        raise ModelNotUsable(
+            f"The model's card sets {', '.join(unknown)}, which {type(pipe).__name__} of diffusers "
+            f"{diffusers.__version__} does not take. Take it out of the card's [calls]."
+        )
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in calls.items()
+        if not (name == "timesteps" and isinstance(value, tuple) and len(value) != request.num_inference_steps)
+    }
+
+
+def _guide(pipe: Any, request: Request) -> None:
+    """Pipelines with a guider take the strength from it, not from an argument."""
+    guider = getattr(pipe, "guider", None)
+    if guider is not None and hasattr(guider, "guidance_scale"):
+        pipe.guider = guider.new(guidance_scale=request.guidance_scale)
 
 
 @contextmanager

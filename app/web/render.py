@@ -1,4 +1,4 @@
-"""Values -> HTML for the page: what will happen, what happens now, what came out. Pure, and every text is escaped."""
+"""Values -> HTML for the page: what will happen, what happens now, what came out. Every text is escaped."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from html import escape
 
 from app.jobs import Preview
 from app.schema import Job, JobStatus, ModelCard, Notice, Progress, Stage
+from app.shelf import offer_of, offer_words
 from app.web.media import media_url, video_gone
 from app.web.report import report_html, settings_html
 from app.web.words import (
@@ -34,6 +35,7 @@ def hint_html(card: ModelCard) -> str:
     return (
         '<div class="pr-plan"><h3>What will happen</h3>'
         f"<p>{escape(card.summary or card.title)}</p>"
+        f'<p class="pr-quiet">{escape(offer_words(offer_of(card)))}</p>'
         '<p class="pr-quiet">Type a prompt: here stands what will be made, where, and what memory it takes.</p>'
         "</div>"
     )

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from app.config import bundled
+from app.config import Settings, bundled
 from app.errors import ModelNotUsable, PlanError
+from app.presets import load_catalogue
 from app.runtime import pipeline, placement
 from app.runtime.control import Control, Interrupted
 from app.runtime.memory import RamPeak, StageClock, is_ram_error
 from app.schema import Defaults, Progress, Stage
 from tests import values
+from tests.runtime import families
 
 REQUEST = values.request(height=64, width=64, num_frames=5, num_inference_steps=3)
 
@@ -221,3 +225,55 @@ def test_a_plan_without_sizes_is_applied(pipe: Any) -> None:
 )
 def test_running_out_of_ram_is_recognised(error: BaseException, is_ram: bool) -> None:
     assert is_ram_error(error) is is_ram
+
+
+def test_what_a_card_adds_reaches_the_pipeline(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def calls(**added: Any) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+
+        def call(_pipe: Any, *, num_videos_per_prompt: int = 1, timesteps: Any = None, **arguments: Any) -> Any:
+            seen.update(arguments, num_videos_per_prompt=num_videos_per_prompt, timesteps=timesteps)
+            raise Interrupted
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(pipe), "__call__", call)
+            with pytest.raises(Interrupted):
+                pipeline.generate(pipe, REQUEST, Control(), StageClock(lambda _progress: None), calls=added)
+        return seen
+
+    assert calls(num_videos_per_prompt=2)["num_videos_per_prompt"] == 2
+    assert calls(timesteps=(900, 500, 0.03))["timesteps"] == [900, 500, 0.03]
+    assert calls(timesteps=(900, 0.03))["timesteps"] is None  # three steps are asked for
+    clock = StageClock(lambda _progress: None)
+    with pytest.raises(ModelNotUsable, match=r"sets decode_timestep, which Kandinsky5T2VPipeline"):
+        pipeline.generate(pipe, REQUEST, Control(), clock, calls={"decode_timestep": 0.05})
+
+
+def test_cards_of_the_catalogue_say_what_their_pipelines_take(settings: Settings) -> None:
+    for card in load_catalogue(settings).models.values():
+        known = inspect.signature(getattr(diffusers, card.pipeline).__call__).parameters
+        assert set(card.calls) <= set(known), card.id
+        if card.repo_id is not None and "max_sequence_length" in known:
+            assert card.max_sequence_length == known["max_sequence_length"].default, card.id
+
+
+def test_a_guider_takes_the_strength_that_was_asked_for(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipe, "guider", diffusers.ClassifierFreeGuidance(guidance_scale=9.0), raising=False)
+    staged(pipe)
+    assert pipe.guider.guidance_scale == REQUEST.guidance_scale
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_made_for_sparse_attention_attends_to_everything(tmp_path: Path) -> None:
+    pipe = families.kandinsky()
+    wanted = families.frames(pipe, "kandinsky")
+    sparse = {"attention_type": "nabla", "attention_P": 0.9, "attention_wT": 3, "attention_wH": 3, "attention_wW": 3}
+    pipe.transformer.register_to_config(**sparse)
+    with pytest.raises(
+        (TypeError, ValueError, RuntimeError)
+    ):  # the library's own: its default kernel takes no such mask
+        families.frames(pipe, "kandinsky")
+    pipe.save_pretrained(tmp_path)
+    card = values.card(repo_id=None, folder=tmp_path, pipeline="Kandinsky5T2VPipeline")
+    loaded = pipeline.load(card, values.plan(placements=()))
+    assert np.array_equal(families.frames(loaded, "kandinsky"), wanted)

@@ -446,6 +446,10 @@ def test_cards_that_do_not_work_together_are_no_reason_to_fail(machine: Simulate
     wrong = arrangement(pipe, everything(Strategy.RESIDENT, device="cuda:9"))
     with pytest.raises(PlanError, match="cuda:9"):
         placement.place_or_fall_back(pipe, wrong)
+    placement.place(pipe, arrangement(pipe, STRATEGIES["leaf"]))
+    placement.switch(pipe, too_few_blocks(pipe), placement.place_or_fall_back)  # a model that is loaded already
+    assert "could not share" in placement.placed(pipe).notices[0]
+    assert (frames(pipe, "wan") == resident_frames("wan")).all()
 
 
 def test_a_component_that_was_forgotten_is_found_before_the_run(machine: SimulatedMachine) -> None:

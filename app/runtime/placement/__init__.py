@@ -150,12 +150,12 @@ def _take_off(pipe: Any) -> None:
         now.exits.close()
 
 
-def switch(pipe: Any, plan: Arrangement) -> None:
-    """Hold a pipeline by another plan. Raises as `place` and `remove`; the old plan is in force then."""
+def switch(pipe: Any, plan: Arrangement, how: Callable[[Any, Arrangement], None] = place) -> None:
+    """Hold a pipeline by another plan, placed by `how`. Raises as that and `remove`; the old plan is in force then."""
     before = placed(pipe)
     remove(pipe)
     try:
-        place(pipe, plan)
+        how(pipe, plan)
     except BaseException:
         if before is not None:
             place(pipe, before.plan)

@@ -4,35 +4,34 @@
 
 Everything is measured on whole pipeline runs, resident on one simulated GPU without limit, minus the weights: so
 latents, embeddings, guidance and the scheduler's history are in the figures. Nothing is written by hand.
-
-Not fitted: encoding a picture (image-to-video models; it is in `encode_bytes` at one size only).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from app.coefficients import Coefficients, Lattice, TextLaw, TiledLaw, TokenLaw, VideoLaw
+from app.coefficients import Coefficients, Lattice, TextLaw, TiledGrid, TokenLaw, VideoGrid
 from app.errors import ModelNotUsable
 from app.runtime.simulate import laws
 from app.runtime.simulate.families import Family
 from app.runtime.simulate.inspection import inspect_component
 from app.runtime.simulate.run import Session, versions
-from app.runtime.simulate.values import GpuSpec, MachineSpec, Shape
+from app.runtime.simulate.values import GpuSpec, MachineSpec, Shape, Simulation
 from app.schema import Stage
 
 _DEVICE = "cuda:0"
-_LEAST_POINTS = 4
-"""For a law of three coefficients whose error is to be seen."""
+_LEAST_SIZES = 2
+"""For a line."""
 
 
 def fit(model: str | Path | Family, *, tiled: bool = True) -> Coefficients:
-    """Fit all laws of a model. Takes one to ten minutes; most of it is tiled decoding.
+    """Fit all that a model's card needs. Takes two to ten minutes; most of it is tiled decoding.
 
     Raises:
         ModelNotUsable: no such model.
@@ -49,7 +48,12 @@ def fit(model: str | Path | Family, *, tiled: bool = True) -> Coefficients:
         weights = session.machine.gpus[0].ledger.total
         guided, plain, encode = _fit_denoising(session, lattice, weights)
         text = _fit_text(session, lattice)
-        decode = _fit_decoding(session, lattice, weights)
+        decode, encode_image = _fit_frames(session, lattice, weights, _plain)
+        tile = tile_of(session.pipe.vae) if tiled else None
+        decode_tiled, encode_tiled = None, None
+        if tile is not None:
+            session.pipe.vae.enable_tiling()
+            decode_tiled, encode_tiled = _fit_frames(session, lattice, weights, _in_tiles(*tile))
         return Coefficients(
             model=session.family.model,
             pipeline=session.family.pipeline,
@@ -62,7 +66,9 @@ def fit(model: str | Path | Family, *, tiled: bool = True) -> Coefficients:
             denoise_guided=guided,
             denoise=plain,
             decode=decode,
-            decode_tiled=_fit_tiled(session, lattice, weights) if tiled else None,
+            decode_tiled=decode_tiled,
+            encode_image=encode_image,
+            encode_image_tiled=encode_tiled,
         )
 
 
@@ -104,7 +110,7 @@ def snap(session: Session, lattice: Lattice, scale: float, length: float) -> Sha
 
 
 def _fit_denoising(session: Session, lattice: Lattice, weights: int) -> tuple[TokenLaw | None, TokenLaw, int]:
-    shapes = [snap(session, lattice, *factors) for factors in ((0.6, 0.4), (1, 0.5), (1, 1), (1.4, 1))]
+    shapes = [snap(session, lattice, *factors) for factors in ((0.6, 0.4), (1, 0.5), (1, 1), (1.2, 1), (1.6, 1))]
     tokens = [lattice.tokens(s.height, s.width, s.num_frames) for s in shapes]
     encode = 0
     found: dict[bool, TokenLaw] = {}
@@ -116,9 +122,17 @@ def _fit_denoising(session: Session, lattice: Lattice, weights: int) -> tuple[To
         for shape in shapes:
             result = session.run(shape.model_copy(update={"guidance_scale": scale}), "latent")
             working.append(result.peak(_DEVICE, Stage.DENOISE) - weights)
-            encode = max(encode, result.peak(_DEVICE, Stage.ENCODE) - weights)
+            encode = max(encode, _prompt_work(session, result) - weights)
         found[guided] = laws.fit_tokens(tokens, working)
     return found.get(True), found[False], encode
+
+
+def _prompt_work(session: Session, result: Simulation) -> int:
+    """Highest point of encoding without the VAE's part, which a picture to start from adds."""
+    if not session.family.image:
+        return result.peak(_DEVICE, Stage.ENCODE)
+    moments = (of for of in result.timeline if of.stage is Stage.ENCODE and of.component != "vae")
+    return max(of.peak_bytes[_DEVICE] for of in moments)
 
 
 def _fit_text(session: Session, lattice: Lattice) -> dict[str, TextLaw]:
@@ -143,43 +157,84 @@ def _fit_text(session: Session, lattice: Lattice) -> dict[str, TextLaw]:
     }
 
 
-def _fit_decoding(session: Session, lattice: Lattice, weights: int) -> VideoLaw:
-    factors = ((0.6, 0.25), (1, 0.25), (1, 0.5), (0.6, 1), (1.4, 0.5), (0.8, 0))
-    shapes = [snap(session, lattice, *f) for f in factors]
-    sizes, working = [], []
-    for shape in shapes:
-        try:
-            working.append(_decoding(session, shape) - weights)
-        except RuntimeError:  # CogVideoX cuts large convolutions into pieces too short for their kernel
-            continue
-        sizes.append((shape.height, shape.width, shape.num_frames))
-    if len(sizes) < _LEAST_POINTS:
-        raise ModelNotUsable(
-            f"{session.family.model} cannot decode at {len(shapes) - len(sizes)} of {len(shapes)} sizes."
-        )
-    # whether it decodes some frames at a time differs by VAE: the data say
-    frames = getattr(session.pipe.vae, "tile_sample_min_num_frames", None)
+_SIDES = (0.5, 1.0, 1.6)
+"""Of the default size: from a quarter of its pixels to 720p where 480p is usual."""
+_STEPS = (1, 2, 4, 5)
+"""Short videos by steps of the lattice: VAEs that work on some frames at a time change there."""
+_LENGTHS = (0.5, 1.0)
+"""Longer ones by the default length."""
+_CHECKS = ((1.0, 0.3), (0.8, 0.8), (1.3, 0.7))
+"""Sizes and lengths between, to see how far straight lines are off."""
+
+
+_Grid = TypeVar("_Grid", bound=VideoGrid)
+_Make = Callable[[dict[str, Any], list[Shape]], _Grid]
+"""The fields of a `VideoGrid` and its sizes -> the grid."""
+
+
+def _plain(fields: dict[str, Any], _sizes: list[Shape]) -> VideoGrid:
+    return VideoGrid(**fields)
+
+
+def _in_tiles(height: int, width: int) -> _Make[TiledGrid]:
+    def make(fields: dict[str, Any], sizes: list[Shape]) -> TiledGrid:
+        pixels = tuple(min(size.height, height) * min(size.width, width) for size in sizes)
+        return TiledGrid(**fields, tile_height=height, tile_width=width, tile_pixels=pixels)
+
+    return make
+
+
+def _fit_frames(session: Session, lattice: Lattice, weights: int, make: _Make[_Grid]) -> tuple[_Grid, _Grid | None]:
+    """The VAE's work at a grid of sizes and lengths, as it is set: decoding, and encoding a first picture."""
     step = lattice.temporal_scale * lattice.temporal_patch
-    windows = [None, *(count * step + 1 for count in (2, 3, 4, 6)), *([] if frames is None else [frames + 1])]
-    return min((laws.fit_video(sizes, working, window) for window in windows), key=lambda law: law.max_error)
+    usual = snap(session, lattice, 1, 1)
+    lengths = {count * step + 1 for count in _STEPS} | {
+        snap(session, lattice, 1, share).num_frames for share in _LENGTHS
+    }
+    frames = sorted(length for length in lengths if length <= usual.num_frames)
+    sizes: list[Shape] = []
+    rows: list[list[dict[Stage, int]]] = [[] for _ in frames]
+    for side in _SIDES:
+        size = snap(session, lattice, side, 1)
+        try:
+            column = [_work(session, size.model_copy(update={"num_frames": n}), weights) for n in frames]
+        except RuntimeError as error:
+            # CogVideoX cuts large convolutions into pieces too short for their kernel: there is no such decoding
+            if "Kernel size can't be greater" not in str(error):
+                raise
+            continue
+        sizes.append(size)
+        for row, found in zip(rows, column, strict=True):
+            row.append(found)
+    if len(sizes) < _LEAST_SIZES:
+        raise ModelNotUsable(f"{session.family.model} can decode at {len(sizes)} of {len(_SIDES)} sizes only.")
+    largest = sizes[-1].height * sizes[-1].width
+    checks = [
+        shape for shape in (snap(session, lattice, *at) for at in _CHECKS) if shape.height * shape.width <= largest
+    ]
+    seen = [_work(session, shape, weights) for shape in checks]
+
+    def grid(stage: Stage) -> _Grid:
+        fields = {
+            "pixels": tuple(size.height * size.width for size in sizes),
+            "num_frames": tuple(frames),
+            "working_bytes": tuple(tuple(max(0, of[stage]) for of in row) for row in rows),
+            "max_error": 0.0,
+        }
+        exact = make(fields, sizes)
+        shares = [
+            of[stage] / exact.bytes(s.height, s.width, s.num_frames) - 1 for s, of in zip(checks, seen, strict=True)
+        ]
+        return exact.model_copy(update={"max_error": max(0.0, *shares)})
+
+    return grid(Stage.DECODE), grid(Stage.ENCODE) if session.family.image else None
 
 
-def _fit_tiled(session: Session, lattice: Lattice, weights: int) -> TiledLaw | None:
-    vae = session.pipe.vae
-    tile = tile_of(vae)
-    if tile is None:
-        return None
-    shapes = [snap(session, lattice, *f) for f in ((1, 0.25), (1, 0.5), (1, 1), (1.4, 0.5))]
-    sizes = [(s.height, s.width, s.num_frames) for s in shapes]
-    vae.enable_tiling()
-    try:
-        working = [_decoding(session, shape) - weights for shape in shapes]
-    finally:
-        vae.disable_tiling()
-    # whether a tile's work grows with the video's length differs by VAE (tiles in time, frame batches): the data say
-    of_some_frames = laws.fit_tiled(sizes, working, (*tile, 1))
-    of_all_frames = laws.fit_tiled(sizes, working, (*tile, None))
-    return min(of_some_frames, of_all_frames, key=lambda law: law.max_error)
+def _work(session: Session, shape: Shape, weights: int) -> dict[Stage, int]:
+    # two steps: the schedule of LTX-Video stretches its last one, which is no number where there is only one
+    quick = shape.model_copy(update={"num_inference_steps": 2, "guidance_scale": 1.0})
+    result = session.run(quick)
+    return {stage: result.peak(_DEVICE, stage) - weights for stage in (Stage.ENCODE, Stage.DECODE)}
 
 
 def tile_of(vae: Any) -> tuple[int, int] | None:
@@ -187,9 +242,3 @@ def tile_of(vae: Any) -> tuple[int, int] | None:
     if not hasattr(vae, "enable_tiling") or not hasattr(vae, "tile_sample_min_height"):
         return None
     return int(vae.tile_sample_min_height), int(vae.tile_sample_min_width)
-
-
-def _decoding(session: Session, shape: Shape) -> int:
-    # two steps: the schedule of LTX-Video stretches its last one, which is no number where there is only one
-    quick = shape.model_copy(update={"num_inference_steps": 2, "guidance_scale": 1.0})
-    return session.run(quick).peak(_DEVICE, Stage.DECODE)

@@ -9,6 +9,8 @@ One context manager; on leaving, by whatever way, every attribute is what it was
 - `scaled_dot_product_attention`: see `kernels.attention`;
 - accelerate's `set_module_tensor_to_device`: it rebuilds parameters as `type(old)(...)` and compares addresses;
 - safetensors in diffusers' group offloading: files of a simulated disk;
+- HunyuanVideo 1.5's mask, which the library fills row by row, in tens of thousands of operations;
+- the blending of tiles, which is done row by row too: each row takes the same memory, so one shows all;
 - diffusers' cached answer to "which accelerator is there".
 """
 
@@ -24,9 +26,11 @@ import accelerate.hooks
 import accelerate.utils
 import accelerate.utils.modeling
 import diffusers.hooks.group_offloading
+import diffusers.models.autoencoders
 import numpy as np
 import torch
 import torch._subclasses.fake_tensor
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 from diffusers.utils.torch_utils import TorchDeviceBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -84,6 +88,8 @@ def _replacements(machine: SimulatedMachine) -> Iterator[tuple[Any, str, Any]]:
         if hasattr(module, "set_module_tensor_to_device"):
             yield module, "set_module_tensor_to_device", move
     yield diffusers.hooks.group_offloading, "safetensors", SimulatedDisk(machine)
+    yield from _blends()
+    yield HunyuanVideo15AttnBlock, "prepare_causal_attention_mask", staticmethod(_causal_mask)
     group = diffusers.hooks.group_offloading.ModuleGroup
     yield group, "_offload_to_disk", _offload_to_disk_for(machine, group._offload_to_disk)
 
@@ -300,6 +306,28 @@ def _set_module_tensor_to_device_for(machine: SimulatedMachine) -> Any:
             module._parameters[name] = _inherit(machine, parameter, old)  # type: ignore[assignment]
 
     return set_module_tensor_to_device
+
+
+def _blends() -> Iterator[tuple[Any, str, Any]]:
+    for vae in vars(diffusers.models.autoencoders).values():
+        for name in ("blend_v", "blend_h", "blend_t"):
+            if isinstance(vae, type) and name in vars(vae):
+                yield vae, name, _one_row(vars(vae)[name])
+
+
+def _one_row(stock: Any) -> Any:
+    def blend(vae: Any, a: torch.Tensor, b: torch.Tensor, blend_extent: int) -> torch.Tensor:
+        return stock(vae, a, b, min(blend_extent, 1))  # type: ignore[no-any-return]
+
+    return blend
+
+
+def _causal_mask(
+    n_frame: int, n_hw: int, dtype: torch.dtype, device: torch.device, batch_size: int | None = None
+) -> torch.Tensor:
+    """The mask's memory; nobody reads what is in it."""
+    mask = torch.full((n_frame * n_hw, n_frame * n_hw), float("-inf"), dtype=dtype, device=device)
+    return mask if batch_size is None else mask.unsqueeze(0).expand(batch_size, -1, -1)
 
 
 # -------------------------------------------------------------------------------------------------------------- disk

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.coefficients import Coefficients
-from app.runtime.simulate import MachineSpec, Shape, laws, simulate
+from app.runtime.simulate import MachineSpec, Shape, Simulation, laws, simulate
 from app.runtime.simulate.command import main, parse_bytes
 from app.runtime.simulate.families import Family
 from app.runtime.simulate.fit import fit
@@ -30,17 +30,27 @@ def coefficients(family: Family) -> Coefficients:
     return fit(family, tiled=False)
 
 
-@pytest.mark.xfail(strict=True, reason="on this tiny model the denoising law is 6 % high; not understood yet (issue 3)")
-def test_laws_predict_another_size(family: Family, coefficients: Coefficients) -> None:
-    result = simulate(family, NEW, machine=MachineSpec(caching_allocator=False))
-    weights = sum(s.bytes for p in result.peaks[:1] for s in p.shares)
+@pytest.fixture(scope="module")
+def another(family: Family) -> Simulation:
+    return simulate(family, NEW, machine=MachineSpec(caching_allocator=False))
+
+
+def _weights(result: Simulation) -> int:
+    return sum(share.bytes for peak in result.peaks[:1] for share in peak.shares)
+
+
+def test_the_denoising_law_predicts_another_size(coefficients: Coefficients, another: Simulation) -> None:
     assert coefficients.denoise_guided is not None
     tokens = coefficients.lattice.tokens(NEW.height, NEW.width, NEW.num_frames)
     assert tokens == 4 * 8 * 12
-    denoise = weights + coefficients.denoise_guided.bytes(tokens)
-    assert denoise == pytest.approx(result.peak("cuda:0", Stage.DENOISE), rel=0.02)
-    decode = weights + coefficients.decode.bytes(NEW.height, NEW.width, NEW.num_frames)
-    assert decode == pytest.approx(result.peak("cuda:0", Stage.DECODE), rel=0.02)
+    denoise = _weights(another) + coefficients.denoise_guided.bytes(tokens)
+    assert denoise == pytest.approx(another.peak("cuda:0", Stage.DENOISE), rel=0.02)
+
+
+def test_the_decoding_grid_predicts_another_size(coefficients: Coefficients, another: Simulation) -> None:
+    seen = another.peak("cuda:0", Stage.DECODE) - _weights(another)
+    assert coefficients.decode.bytes(NEW.height, NEW.width, NEW.num_frames) == pytest.approx(seen, rel=0.04)
+    assert coefficients.decode.max_error < 0.04
 
 
 def test_components_are_described(coefficients: Coefficients) -> None:
@@ -68,17 +78,27 @@ def test_least_squares_finds_the_law_that_made_the_points() -> None:
     law = laws.fit_tokens([100, 1000, 5000], [1_000_000 + 50_000 * n for n in (100, 1000, 5000)])
     assert law.bytes(2000) == pytest.approx(101_000_000, rel=1e-6)
     assert law.max_error < 1e-6
-    sizes = [(256, 256, 9), (512, 512, 9), (512, 512, 33), (768, 512, 17)]
-    video = laws.fit_video(sizes, [5_000_000 + 1000 * h * w + 20 * h * w * f for h, w, f in sizes])
-    assert video.bytes(640, 640, 25) == pytest.approx(5_000_000 + 1000 * 640**2 + 20 * 640**2 * 25, rel=1e-6)
-    short = [(256, 256, 5), (256, 256, 9), *sizes]
-    work = [1_000_000 + 900 * h * w * min(f, 17) + 20 * h * w * f for h, w, f in short]
-    windowed = laws.fit_video(short, work, 17)
-    assert windowed.max_error < 1e-6
-    assert windowed.bytes(640, 640, 9) == pytest.approx(1_000_000 + 920 * 640**2 * 9, rel=1e-6)
-    assert laws.fit_video(short, work).max_error > 0.05
-    tiled = laws.fit_tiled(sizes, [9_000_000 + 30 * h * w * f for h, w, f in sizes], (256, 256, 1))
-    assert tiled.bytes(1024, 1024, 49) == pytest.approx(9_000_000 + 30 * 1024**2 * 49, rel=1e-3)
+    assert law.short is None
+
+
+def test_a_law_of_two_lines_is_found_where_small_videos_take_what_the_prompt_takes() -> None:
+    def work(tokens: int) -> int:
+        return max(1_000_000 + 100 * tokens, 400_000 + 2_000 * tokens)
+
+    tokens = [50, 200, 500, 900, 1300]
+    law = laws.fit_tokens(tokens, [work(n) for n in tokens])
+    assert law.short is not None
+    assert [law.bytes(n) for n in (10, 100, 300, 700, 5000)] == [
+        pytest.approx(work(n), rel=1e-6) for n in (10, 100, 300, 700, 5000)
+    ]
+    assert law.max_error < 1e-6
+
+
+def test_a_law_of_pairs_is_found_where_a_mask_has_an_entry_for_each() -> None:
+    tokens = [500, 2500, 4800, 9300, 15700]
+    law = laws.fit_tokens(tokens, [1_000_000 + 20_000 * n + 6 * n * n for n in tokens])
+    assert (law.short, law.bytes_per_pair) == (None, pytest.approx(6, rel=1e-6))
+    assert law.max_error < 1e-6
 
 
 def test_sizes_on_the_command_line() -> None:
