@@ -183,6 +183,12 @@ class ComponentFacts(Value):
         return sum(blocks.count for blocks in self.blocks)
 
     @cached_property
+    def nested_bytes(self) -> int:
+        """In lists below other parts of a component that has lists of its own: diffusers does not offload those."""
+        own = [blocks for blocks in self.blocks if "." not in blocks.path]
+        return sum(blocks.total_bytes for blocks in self.blocks if "." in blocks.path) if own else 0
+
+    @cached_property
     def largest_block_bytes(self) -> int:
         return max((blocks.bytes for blocks in self.blocks), default=0)
 

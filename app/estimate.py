@@ -125,7 +125,8 @@ def _memory(
             held, brought = [in_ram], sizes.weights
         case Strategy.BLOCK:
             blocks = (placement.num_blocks_per_group or 1) + placement.use_stream
-            held, brought = _offloaded(placement, sizes, sizes.block), sizes.other + blocks * sizes.block
+            nested = round(facts.nested_bytes * sizes.weights / max(facts.weight_bytes, 1))
+            held, brought = _offloaded(placement, sizes, sizes.block), sizes.other + nested + blocks * sizes.block
         case Strategy.LEAF:
             held, brought = (
                 _offloaded(placement, sizes, sizes.leaf),

@@ -141,8 +141,8 @@ def explore(
 
 def _same(run: PlannedRun) -> str:
     """What tells runs apart on cards that are large enough."""
-    times = {"predicted_seconds", "predicted_ram_bytes"}
-    return run.model_dump_json(exclude={"vram_bytes": True, "plan": times})
+    predictions = {"predicted_seconds", "predicted_ram_bytes", "predicted_vram_bytes"}
+    return run.model_dump_json(exclude={"vram_bytes": True, "plan": predictions})
 
 
 def _machine(here: Hardware, gpus: tuple[int, ...], ram: int) -> Hardware:
@@ -227,7 +227,7 @@ def run_all(
 def _key(case: Case) -> str:
     """Of a run and of what simulates it: other libraries may take other memory."""
     versions = [importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers", "accelerate")]
-    return hashlib.sha256(f"{case.run.model_dump_json()} {versions}".encode()).hexdigest()
+    return hashlib.sha256(f"{_same(case.run)} {case.run.vram_bytes} {versions}".encode()).hexdigest()
 
 
 def _kept(keep: Path | None) -> dict[str, PlannedOutcome]:

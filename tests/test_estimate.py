@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from app import speed
 from app.coefficients import Coefficients
+from app.config import Settings
 from app.estimate import CUDA_RAM_BYTES, GPU_CONTEXT_BYTES, WORKER_BASE_BYTES, estimate
+from app.presets import load_catalogue
 from app.schema import GIB, Estimate, ModelCard, Placement, Shard, Stage, Strategy
 from app.workload import sizes_of, stage_of, task_of
 from tests import models, values
@@ -18,6 +20,7 @@ from tests import models, values
 GPU = values.gpu(name="NVIDIA GeForce RTX 3060", pcie_generation=3, pcie_width=16)
 MACHINE = speed.machine(values.hardware(gpus=(GPU,)), (GPU,))
 FP8 = "float8_e4m3fn"
+MIB = 2**20
 
 
 def predicted(card: ModelCard, *, tiling: bool = True, machine: speed.Machine = MACHINE, **how: Any) -> Estimate:
@@ -57,6 +60,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "fp8 resident": {"strategy": Strategy.RESIDENT, "storage_dtype": FP8},
     "fp8 leaf stream": {"strategy": Strategy.LEAF, "use_stream": True, "storage_dtype": FP8},
 }
+
+
+def test_lists_inside_other_parts_stay_on_the_card_when_blocks_pass_through(settings: Settings) -> None:
+    """1336 MiB of HunyuanVideo's denoiser: `python -m app.runtime.simulate run hunyuanvideo --strategy cpu --component
+    transformer=block`; its refiner's blocks are where diffusers does not look for any."""
+    card = load_catalogue(settings).models["hunyuanvideo"]
+    found = predicted(card, **WAYS["block"])
+    weights = sum(p.bytes for p in found.memory if (p.memory, p.stage, p.kind) == ("cuda:0", Stage.DENOISE, "weights"))
+    assert weights / MIB == pytest.approx(1336, abs=1)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -86,7 +86,7 @@ _HUNYUAN_TRANSFORMER: dict[str, Any] = {
     "attention_head_dim": 32,
     "num_layers": 2,
     "num_single_layers": 4,
-    "num_refiner_layers": 1,
+    "num_refiner_layers": 2,  # a list inside another part
     "mlp_ratio": 2.0,
     "text_embed_dim": 32,
     "pooled_projection_dim": 32,

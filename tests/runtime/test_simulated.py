@@ -311,17 +311,22 @@ def test_slots_of_one_buffer_are_told_apart() -> None:
         assert slots.tolist() == [1] * 5 + [0] * 3
 
 
-def test_memory_freed_while_another_stream_uses_it_is_a_hazard() -> None:
-    def free(finish: Callable[[Lab], Any]) -> list[str]:
+def test_memory_given_again_while_another_stream_uses_it_is_a_hazard() -> None:
+    def free(finish: Callable[[Lab], Any], after: Callable[[], Any] = lambda: None) -> list[str]:
         with one() as machine:
             lab = Lab(machine)
             torch.cuda.current_stream().wait_event(lab.event)
             lab.copy * 3
             finish(lab)
             del lab.copy
+            assert not machine.hazards
+            after()
+            with torch.cuda.stream(lab.side):
+                torch.empty(4, device="cuda")
             return machine.hazards
 
-    assert "freed while stream 1 of cuda:0 may still use it" in free(lambda lab: None)[0]
+    assert "given memory again that was freed while stream 1 of cuda:0" in free(lambda lab: None)[0]
+    assert free(lambda lab: None, lambda: torch.cuda.synchronize(0)) == []
     assert free(lambda lab: torch.cuda.current_stream().synchronize()) == []
     assert free(lambda lab: lab.side.wait_stream(torch.cuda.current_stream())) == []
     assert free(lambda lab: lab.copy.record_stream(torch.cuda.current_stream())) == []

@@ -14,6 +14,7 @@ import torch
 
 from app.errors import PlanError
 from app.runtime.checkpoint_files import renaming
+from app.runtime.placement.sharding import block_lists
 from app.runtime.streaming import CheckpointSource, Source, Streamed, stream
 
 SourceOf = Callable[[str, torch.nn.Module], Source]
@@ -52,6 +53,11 @@ def say_device(module: torch.nn.Module, device: torch.device) -> Callable[[], No
     return undo
 
 
+def _planned(module: torch.nn.Module) -> list[str] | None:
+    """The lists that the planner counts on, nested ones too; None: whatever the engine finds."""
+    return [path for path, _ in block_lists(module)] or None
+
+
 class Reading:
     """A visitor whose blocks are read from the disk."""
 
@@ -61,7 +67,8 @@ class Reading:
 
     def come(self) -> None:
         if self._streamed is None:
-            self._streamed = stream(self._module, self._device, source=self._source(self._name, self._module))
+            source = self._source(self._name, self._module)
+            self._streamed = stream(self._module, self._device, block_modules=_planned(self._module), source=source)
 
     def leave(self) -> None:
         if self._streamed is not None:
@@ -73,7 +80,7 @@ class Streaming:
     """A visitor whose slots are on the card while it works."""
 
     def __init__(self, module: torch.nn.Module, device: torch.device, resident_blocks: int) -> None:
-        self.streamed = stream(module, device, resident_blocks=resident_blocks)
+        self.streamed = stream(module, device, block_modules=_planned(module), resident_blocks=resident_blocks)
         self.streamed.release()
 
     def come(self) -> None:

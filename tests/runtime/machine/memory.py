@@ -75,6 +75,8 @@ class Memory:
         self._default = [self.new_timeline(index) for index in range(len(self.gpus))]
         self._here = threading.local()
         self._deferred: list[Deferred] = []
+        self._freed: dict[int, dict[int, int]] = {}
+        """Number of a stream -> of others that used memory that was freed there, the last tick at which they did."""
 
     # -- bytes
 
@@ -93,6 +95,7 @@ class Memory:
         with self.lock:
             if device.type == "cuda":
                 stream = self.current(device.index)
+                self._check_reuse(stream)
                 place.piece = self.gpus[device.index].allocate(place.size, _LABEL, "", stream.number)
                 place.stream = stream
                 place.uses.note(Access(0, place.size, stream.number, stream.tick, ALLOCATING))
@@ -121,14 +124,24 @@ class Memory:
                 self._give_back(device, size, pinned, piece)
 
     def _check_release(self, place: Place, stream: Timeline) -> dict[int, int]:
-        """What the release must wait for because of `record_stream`; other streams that are at work are hazards."""
+        """What the release must wait for because of `record_stream`. Other streams that are at work are remembered."""
         unknown = place.uses.open_for(self.host)
-        for number in place.uses.open_for(stream):
+        for number, tick in place.uses.open_for(stream).items():
             if number in unknown and number not in place.recorded:
-                other = self.timelines[number].name
-                self.hazards.append(f"Memory of {place.device} is freed while {other} may still use it.")
+                self._freed.setdefault(stream.number, {})[number] = tick
         ticks = {number: self.timelines[number].tick for number in place.recorded}
         return {number: tick for number, tick in ticks.items() if not self.host.after(number, tick)}
+
+    def _check_reuse(self, stream: Timeline) -> None:
+        """A stream's next allocation may get what was freed on it: then what others did there must have ended."""
+        freed = self._freed.get(stream.number, {})
+        for number, tick in list(freed.items()):
+            if not stream.after(number, tick) and not self.host.after(number, tick):
+                self.hazards.append(
+                    f"{stream.name} may be given memory again that was freed while {self.timelines[number].name} may "
+                    "still use it."
+                )
+            del freed[number]
 
     def _give_back(self, device: torch.device, size: int, pinned: bool, piece: Piece | None) -> None:
         if piece is not None:
