@@ -138,7 +138,7 @@ def matrix(
     result = plans.summary(rows)
     _show(result._asdict(), f"{found.words()}\n{plans.summary_words(result)}", as_json=as_json)
     if to is not None:
-        to.write_text(f"{found.words()}\n\n{plans.summary_words(result)}\n\n{plans.table(rows)}\n", "utf-8")
+        to.write_text(plans.document(found, rows), "utf-8")
 
 
 @bench.command()

@@ -37,6 +37,8 @@ CARDS: Final = ((4,), (6,), (8,), (12,), (16,), (24,), (8, 8), (6, 12))
 """GiB of VRAM by machine."""
 RAMS: Final = (16, 32, 64)
 SIZES: Final = ("small", "default", "largest")
+LIBRARIES: Final = ("torch", "diffusers", "transformers", "accelerate")
+"""On which a simulation depends."""
 _PLENTY: Final = 10_000 * GIB
 
 
@@ -226,7 +228,7 @@ def run_all(
 
 def _key(case: Case) -> str:
     """Of a run and of what simulates it: other libraries may take other memory."""
-    versions = [importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers", "accelerate")]
+    versions = [importlib.metadata.version(name) for name in LIBRARIES]
     return hashlib.sha256(f"{_same(case.run)} {case.run.vram_bytes} {versions}".encode()).hexdigest()
 
 
@@ -329,6 +331,25 @@ def table(rows: Sequence[Row]) -> str:
         excess = Row(case, outcome).excess
         lines.append(f"{start}| {wanted} | {seen} | {'' if excess is None else f'{excess:+.1%}'} |")
     return "\n".join(lines)
+
+
+def document(found: Explored, rows: Sequence[Row]) -> str:
+    """The Markdown page for the docs."""
+    installed = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES)
+    return f"""# Plans against the simulator
+
+What the planner predicts of a card's memory (allocated by torch, peak of the run) beside what the worker's own
+placement takes on a simulated card. Simulated: nothing here was measured on a real GPU. `excess` is by how much the
+prediction exceeds the peak; `cells` is how many combinations of cards, RAM and size get the same plan, of which the
+smallest machine was run. Written by `pocketreel bench matrix --to assets/matrix.md` (options narrow it down,
+`--keep FILE` goes on another time) with {installed}.
+
+{found.words()}
+
+{summary_words(summary(rows))}
+
+{table(rows)}
+"""
 
 
 def summary_words(found: Summary) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from app.config import Settings
 from app.errors import GenerationFailed
-from app.matrix import Case, Row, explore, row_words, run_all, summary, summary_words, table
+from app.matrix import Case, Explored, Row, document, explore, row_words, run_all, summary, summary_words, table
 from app.plans import PlannedOutcome
 from app.schema import GIB
 
@@ -34,6 +34,9 @@ def test_the_built_in_models_plans_keep_their_word(sample: list[Case]) -> None:
     found = summary(rows)
     assert (found.runs, found.failed, found.over) == (len(sample), 0, 0)
     assert table(rows).count("\n") == len(sample) + 1
+    page = document(Explored(sample, 3, 0), rows)
+    assert f"7 cells: 4 with a plan for cards ({len(sample)} different" in page
+    assert f"{len(sample)} plans simulated" in page
 
 
 def test_equal_plans_are_run_once_on_the_smallest_machine(settings: Settings, sample: list[Case]) -> None:
