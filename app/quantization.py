@@ -8,9 +8,7 @@ known limits is in `refusal`. Pure: no torch.
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any, Final, Literal
 from packaging.version import InvalidVersion, Version
 
 from app.devices import Backend, Gpu
+from app.pip import pip_install
 from app.value import Bytes, Value
 
 Quantization = Literal["bitsandbytes_4bit", "bitsandbytes_8bit", "torchao_int8", "gguf"]
@@ -107,22 +106,15 @@ def missing(method: Quantization, packages: Mapping[str, str]) -> str | None:
     """Why the method cannot be used with these packages, with the line to paste; None: it can."""
     package = PACKAGES[method]
     version, oldest = packages.get(package), OLDEST[package]
+    paste = pip_install(f"'pocketreel[{package}]'")
     if version is None:
-        return f"the package {package} is not installed; paste: {install(package)}"
+        return f"the package {package} is not installed; paste: {paste}"
     try:
         if Version(version) >= Version(oldest):
             return None
     except InvalidVersion:  # somebody's own build: let it show what it can
         return None
-    return f"{package} {version} is older than {oldest}; paste: {install(package)}"
-
-
-def install(package: str) -> str:
-    """The line that brings it into the very Python that runs this."""
-    extra = f"'pocketreel[{package}]'"
-    if importlib.util.find_spec("pip") is None:  # environments made by uv have none
-        return f'uv pip install --python "{sys.executable}" {extra}'
-    return f'"{sys.executable}" -m pip install {extra}'
+    return f"{package} {version} is older than {oldest}; paste: {paste}"
 
 
 def unsupported(method: Quantization, gpu: Gpu) -> str | None:

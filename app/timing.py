@@ -29,13 +29,16 @@ TILING_COST: Final = 1.6
 """ASSUMED: tiles overlap by a quarter each way."""
 FP8_COST: Final = 1.03
 """ASSUMED: casting weights up before each use."""
-UNPACKING_COST: Final[dict[Quantization, float]] = {
-    "bitsandbytes_4bit": 1.1,
-    "bitsandbytes_8bit": 1.15,
-    "torchao_int8": 1.05,
-    "gguf": 1.25,
+UNPACKED_PER_SECOND: Final[dict[Quantization, float]] = {
+    "bitsandbytes_4bit": 7e10,
+    "bitsandbytes_8bit": 7e10,
+    "torchao_int8": 7e10,
+    "gguf": 5e9,
 }
-"""ASSUMED: making ordinary matrices of packed ones before each use; seen on no card."""
+"""ASSUMED: weights that a card makes ordinary again, in each forward: about 4 bytes of traffic for each in its memory
+at 300 GB/s, and 60 for GGUF, which plain operations unpack in float32. Seen on no card."""
+UNPACKED_PER_SECOND_CPU: Final = 2e8
+"""ASSUMED: the same on a CPU."""
 PACKED_PER_SECOND: Final = 5e8
 """ASSUMED: weights packed while loading, each matrix on the card and back; two cores of a CPU did 25 to 80 million."""
 CPU_16BIT_COST: Final = 2.0
@@ -64,7 +67,10 @@ def times(
         compute *= FP8_COST
     stored = task.stored.get(name)
     if placement.quantization is not None:
-        compute *= UNPACKING_COST[placement.quantization]
+        on_cpu = placement.device not in machine.devices
+        compute += facts.parameters / (
+            UNPACKED_PER_SECOND_CPU if on_cpu else UNPACKED_PER_SECOND[placement.quantization]
+        )
         if stored is None:
             yield Seconds(Stage.LOAD, name, "overhead", facts.parameters / PACKED_PER_SECOND)
     yield Seconds(stage, name, "compute", forwards * compute)

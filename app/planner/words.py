@@ -89,6 +89,8 @@ def reasons_of(search: Search, found: Found, estimate: Estimate, *, sure: bool) 
     reasons += quantization_words(found.placements, search.card)
     if (unmet := unused(search.preset, found.gpus, search.hardware.packages)) is not None:
         reasons.append(f"the preset's {search.preset.quantization} is not used: {unmet}")
+    elif search.preset.quantization is not None and not any(one.quantization for one in found.placements):
+        reasons.append(f"the preset's {search.preset.quantization} is not used: without it, it fits and is no slower")
     if found.tiling:
         reasons.append("the frames are decoded in tiles: that takes less memory and a little longer")
     for name in (*(f"cuda:{gpu.index}" for gpu in found.gpus), "ram"):
