@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
+from pydantic import Field
+
 from app.value import Bytes, Value
 
 
@@ -93,6 +95,8 @@ class Hardware(Value):
     spill_disk: Disk
     download_disk: Disk | None = None
     """Of the Hub's cache, where models are downloaded to; None: the data folder's."""
+    packages: dict[str, str] = Field(default_factory=dict)
+    """Versions of the optional packages for quantized weights that are installed."""
     copy_bytes_per_second: float | None = None
     """Within RAM, on one thread, as `pocketreel bench link` measured it."""
     notes: tuple[str, ...] = ()

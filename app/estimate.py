@@ -2,23 +2,24 @@
 
 Memory follows the laws that the simulator confirmed (facts/memory.md): resident; model offload; block groups = what is
 in no block + n blocks, one more with a stream; leaf = the largest layer; page-locked RAM rounded up where streams pin;
-8-bit storage halves what is not kept in float32. Time is `timing`'s. An estimate is nothing but the sum of its parts;
-of components that work one after another in a stage only the largest counts.
+8-bit storage halves what is not kept in float32; packed matrices are unpacked one at a time. Time is `timing`'s. An
+estimate is nothing but the sum of its parts; of components that work one after another in a stage the largest counts.
 
-Not covered: quantized weights, torch.compile, step caches.
+Not covered: torch.compile, step caches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from app.coefficients import Coefficients, ComponentFacts
 from app.plans import MemoryKind, MemoryPart, TimePart
-from app.schema import GIB, Estimate, Factors, Placement, Request, Stage, Strategy
+from app.schema import GIB, Estimate, Factors, Placement, Request, Stage, Stored, Strategy
 from app.speed import Machine
 from app.timing import Seconds, times
-from app.workload import Sizes, Task, sizes_of, stage_of, stored_bytes, task_of
+from app.workload import Sizes, Task, disk_bytes, sizes_of, stage_of, task_of
 
 WORKER_BASE_BYTES: Final = int(0.9 * GIB)
 """A worker with torch and diffusers imported and no model: 0.75 GiB seen in a job that failed to load; rounded up."""
@@ -75,14 +76,20 @@ def cost_of(task: Task, machine: Machine, placement: Placement, *, tiling: bool,
     """Memory and time of one component. `tiling` is the VAE's; `sizes` saves looking them up where they are known."""
     facts = task.coefficients.components[placement.component]
     if sizes is None:
-        sizes = sizes_of(facts, placement.dtype, placement.storage_dtype)
+        sizes = sizes_of(
+            facts,
+            placement.dtype,
+            placement.storage_dtype,
+            placement.quantization,
+            task.stored.get(placement.component),
+        )
     stage = stage_of(placement.component)
     working = _working(task, placement, facts, stage, tiling=tiling)
     if task.factors is not None:
         working = round(working * task.factors.of_memory("ram" if placement.device == "cpu" else placement.device))
     tiles = tiling and stage is Stage.DECODE
     held, active = _memory(placement, facts, sizes, stage, working, TILED_RESERVE if tiles else WORKING_RESERVE)
-    on_disk = _weights(placement, "disk", RESTING, stored_bytes(facts))
+    on_disk = _weights(placement, "disk", RESTING, disk_bytes(facts, task.stored.get(placement.component)))
     seconds = _learned(times(task, machine, placement, facts, sizes, tiling=tiling), task.factors)
     return Cost((*held, on_disk), tuple(active), seconds)
 
@@ -143,6 +150,7 @@ def _memory(
             brought = 2 * sizes.block
         case Strategy.CPU:
             held, device = [in_ram], "ram"
+    working += sizes.unpacked
     active = [Bytes(device, (stage,), placement.component, "working", working)]
     if device != "ram":
         active += _margin(placement, device, (stage,), working, reserve)
@@ -155,6 +163,7 @@ def _sharded(
 ) -> tuple[list[Bytes], list[Bytes]]:
     """Every card holds its blocks and, while they compute, the whole working memory."""
     in_blocks = sizes.weights - sizes.other
+    working += sizes.unpacked
     held, active = [_weights(placement, "ram", (Stage.LOAD,), sizes.weights)], []
     for shard in placement.shards:
         share = round(in_blocks * shard.count / max(facts.block_count, 1))
@@ -228,9 +237,10 @@ def estimate(
     *,
     tiling: bool,
     factors: Factors | None = None,
+    stored: Mapping[str, Stored] = MappingProxyType({}),
 ) -> Estimate:
     """Predicted bytes and seconds of a run with the model loaded anew, from parts that add up."""
-    task = task_of(coefficients, request, factors)
+    task = task_of(coefficients, request, factors, stored)
     costs = [cost_of(task, machine, placement, tiling=tiling) for placement in placements]
     return add_up([base_cost(task, devices_of(placements)), *costs])
 

@@ -39,6 +39,7 @@ class OwnMachine:
         if nvidia := [gpu.uuid for gpu in found.gpus if gpu.backend is Backend.CUDA]:
             # by UUID, so that torch counts them as the probe does whatever CUDA_DEVICE_ORDER says
             self._worker.environment = {"CUDA_VISIBLE_DEVICES": ",".join(nvidia)}
+        card = presets.as_stored(card)
         preset = self._catalogue.hardware[request.preset]
         if "ram_limit_bytes" in limits:
             preset = preset.model_copy(update={"prefer_disk": True})

@@ -85,7 +85,7 @@ class Planning:
         Raises:
             BadInput: something asked for is wrong.
         """
-        card = presets.find_card(self.catalogue, self.asked.model)
+        card = presets.as_stored(presets.find_card(self.catalogue, self.asked.model))
         request, notices = self._request(card)
         plan, error = self._plan(card, request, presets.tensor_counts(card), self._learned(card))
         return Outlook(
@@ -118,7 +118,7 @@ class Planning:
 
     def table(self) -> tuple[FitRow, ...]:
         """Every model of the catalogue."""
-        cards = self.catalogue.models.values()
+        cards = [presets.as_stored(card) for card in self.catalogue.models.values()]
         return fit_table(self.hardware, [(card, self._request(card)[0]) for card in cards], self.preset, self._learned)
 
     def cliffs(self) -> tuple[str, tuple[Cliff, ...]]:
@@ -128,7 +128,7 @@ class Planning:
             BadInput: something asked for is wrong.
             PlanError: the model was not measured by the simulator.
         """
-        card = presets.find_card(self.catalogue, self.asked.model)
+        card = presets.as_stored(presets.find_card(self.catalogue, self.asked.model))
         return card.title, cliffs(self.hardware, card, self._request(card)[0], self.preset, self._learned(card))
 
     def _request(self, card: ModelCard) -> tuple[Request, Sequence[Notice]]:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from app.quantization import Quantization
 from app.value import Bytes, Seconds, Value
 
 
@@ -73,6 +74,8 @@ class Placement(Value):
     low_cpu_mem_usage: bool = False
     storage_dtype: str | None = None
     """`float8_e4m3fn`: weights are stored in it and cast to `dtype` before use. None: stored in `dtype`."""
+    quantization: Quantization | None = None
+    """How the matrices of its blocks are packed. None: they are not."""
     shards: tuple[Shard, ...] = ()
 
 

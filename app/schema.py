@@ -18,6 +18,7 @@ from app.attempts import RESUMABLE, Attempt, ErrorKind, Progress, Receipt, Sampl
 from app.coefficients import Coefficients
 from app.devices import Backend, Disk, Gpu, GpuProcess, Hardware, Limit
 from app.plans import Arrangement, Estimate, Factors, Learned, Placement, Plan, Shard, Stage, Strategy
+from app.quantization import Quantization, Stored, WhileLoading
 from app.value import GIB, Bytes, Seconds, Value
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Progress",
+    "Quantization",
     "Receipt",
     "Report",
     "Request",
@@ -58,6 +60,7 @@ __all__ = [
     "Shard",
     "Stage",
     "StageReport",
+    "Stored",
     "Strategy",
     "Value",
 ]
@@ -129,6 +132,11 @@ class ModelCard(Value):
     simulated_as: str | None = None
     """Its name in the simulator's catalogue; None: the simulator does not know it."""
     timeout_seconds: Seconds = 3600.0
+    gguf: dict[str, str] = Field(default_factory=dict)
+    """By component (`transformer`, `transformer_2`) the GGUF file that it is read from: a path, or
+    `owner/repo/file.gguf` of the Hub. All else comes from `repo_id` or `folder`; there, its config.json is enough."""
+    stored: dict[str, Stored] = Field(default_factory=dict)
+    """What of it lies quantized on this disk; found out by `presets.as_stored`, never written in a card."""
 
 
 class HardwarePreset(Value):
@@ -147,6 +155,9 @@ class HardwarePreset(Value):
     """GPUs to use at most; None: as many as help."""
     fp8_storage: bool = False
     """Weights may be stored in 8 bits where that helps: half the memory, but not quite the same video."""
+    quantization: WhileLoading | None = None
+    """Weights of the denoiser and of large text encoders may be packed while they are loaded where that helps: a half
+    or a quarter of the memory, but not quite the same video. Wants the package of that name."""
     streaming_engine: bool = False
     """The denoiser's blocks travel by Pocketreel's own engine, which keeps some of them on the card. Not the default
     until it was seen to run and win on a real card."""

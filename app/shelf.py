@@ -55,7 +55,7 @@ def offer_of(card: ModelCard) -> Offer:
         license=card.license,
         gated=card.gated,
         max_sequence_length=card.max_sequence_length,
-        download_bytes=download_bytes(card.coefficients)
+        download_bytes=download_bytes(card.coefficients, card.stored)
         if card.repo_id is not None and card.coefficients is not None
         else None,
         here=presets.card_folder(card) is not None,

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from typing import Final, Literal, NamedTuple
 
 from app.coefficients import ComponentFacts
+from app.quantization import Quantization
 from app.schema import Placement, Stage, Strategy
 from app.speed import FP32_SHARE, Machine
-from app.workload import Sizes, Task, stage_of, stored_bytes
+from app.workload import Sizes, Task, disk_bytes, stage_of
 
 BLOCK_WIDTHS: Final = 14.0
 """ASSUMED: a transformer block has about 14 d**2 parameters (Wan 13.4), so its width is d, for attention's cost."""
@@ -28,6 +29,18 @@ TILING_COST: Final = 1.6
 """ASSUMED: tiles overlap by a quarter each way."""
 FP8_COST: Final = 1.03
 """ASSUMED: casting weights up before each use."""
+UNPACKED_PER_SECOND: Final[dict[Quantization, float]] = {
+    "bitsandbytes_4bit": 7e10,
+    "bitsandbytes_8bit": 7e10,
+    "torchao_int8": 7e10,
+    "gguf": 5e9,
+}
+"""ASSUMED: weights that a card makes ordinary again, in each forward: about 4 bytes of traffic for each in its memory
+at 300 GB/s, and 60 for GGUF, which plain operations unpack in float32. Seen on no card."""
+UNPACKED_PER_SECOND_CPU: Final = 2e8
+"""ASSUMED: the same on a CPU."""
+PACKED_PER_SECOND: Final = 5e8
+"""ASSUMED: weights packed while loading, each matrix on the card and back; two cores of a CPU did 25 to 80 million."""
 CPU_16BIT_COST: Final = 2.0
 """ASSUMED: most CPUs compute 16-bit formats slower than float32."""
 TEXT_TOKENS: Final = 512
@@ -52,9 +65,17 @@ def times(
     compute = flops / _rate(machine, placement)
     if placement.storage_dtype is not None:
         compute *= FP8_COST
+    stored = task.stored.get(name)
+    if placement.quantization is not None:
+        on_cpu = placement.device not in machine.devices
+        compute += facts.parameters / (
+            UNPACKED_PER_SECOND_CPU if on_cpu else UNPACKED_PER_SECOND[placement.quantization]
+        )
+        if stored is None:
+            yield Seconds(Stage.LOAD, name, "overhead", facts.parameters / PACKED_PER_SECOND)
     yield Seconds(stage, name, "compute", forwards * compute)
     if placement.strategy is not Strategy.DISK:
-        yield Seconds(Stage.LOAD, name, "read", stored_bytes(facts) / machine.disk)
+        yield Seconds(Stage.LOAD, name, "read", disk_bytes(facts, stored) / machine.disk)
     if (placement.use_stream and not placement.low_cpu_mem_usage) or placement.strategy is Strategy.STREAM:
         yield Seconds(Stage.LOAD, name, "overhead", sizes.weights / machine.copy)
     transfer, overhead = _transfer(machine, placement, facts, sizes, compute)

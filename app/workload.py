@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from app.coefficients import Coefficients, ComponentFacts, VideoGrid
+from app.quantization import Quantization, Stored, itemsize, packed_bytes
 from app.schema import Factors, Request, Stage
 
 FRAME_COPIES: Final = 3
@@ -23,6 +26,13 @@ FP16_KEPT: Final = {"T5EncoderModel": 0.2113, "UMT5EncoderModel": 0.1772}
 XXL encoders, by their sizes in coefficients/cogvideox-2b.toml, which was fitted in float16, and cogvideox-5b.toml."""
 FP8_PINNED: Final = 1.1
 """Page-locked rounding is worse for half-sized tensors: Kandinsky 5 Pro 1.27 instead of 1.17 (facts/memory.md)."""
+UNPACKED_COPIES: Final[dict[Quantization, float]] = {
+    "bitsandbytes_4bit": 1,
+    "bitsandbytes_8bit": 1,
+    "torchao_int8": 1,
+    "gguf": 6,
+}
+"""Of the largest matrix, while it is unpacked. GGUF is unpacked in steps by plain operations in float32: ASSUMED."""
 BATCHED_GUIDANCE: Final = ("CogVideoX", "LTX", "Mochi")
 """Pipelines (by the beginning of their name) that run guidance as one batch of two; the others run two forwards."""
 EMBEDDED_GUIDANCE: Final = ("HunyuanVideoPipeline", "HunyuanVideoImageToVideoPipeline")
@@ -50,6 +60,8 @@ class Task(NamedTuple):
     tiled_bytes: int | None
     factors: Factors | None = None
     """What earlier runs here taught; None: nothing."""
+    stored: Mapping[str, Stored] = MappingProxyType({})
+    """Components that lie quantized on the disk."""
 
     @property
     def frame_bytes(self) -> int:
@@ -65,9 +77,16 @@ class Sizes(NamedTuple):
     other: int
     leaf: int
     pinned: int
+    unpacked: int = 0
+    """Beside it while it works: the largest packed matrix, made an ordinary one."""
 
 
-def task_of(coefficients: Coefficients, request: Request, factors: Factors | None = None) -> Task:
+def task_of(
+    coefficients: Coefficients,
+    request: Request,
+    factors: Factors | None = None,
+    stored: Mapping[str, Stored] = MappingProxyType({}),
+) -> Task:
     """The request in the model's own numbers. Working memory includes the fits' own largest error."""
     size = (request.height, request.width, request.num_frames)
     guided = request.guidance_scale > 1 and coefficients.denoise_guided is not None
@@ -94,6 +113,7 @@ def task_of(coefficients: Coefficients, request: Request, factors: Factors | Non
         if tiled is None or one_tile
         else _of_frames(size, tiled, coefficients.encode_image_tiled or coefficients.encode_image),
         factors=factors if factors is not None and factors.runs else None,
+        stored=stored,
     )
 
 
@@ -110,21 +130,71 @@ def stage_of(component: str) -> Stage:
     return Stage.DENOISE if component.startswith(("transformer", "unet")) else Stage.DECODE
 
 
-def sizes_of(facts: ComponentFacts, dtype: str, storage_dtype: str | None = None) -> Sizes:
-    """Bytes of a component held in `dtype`, whatever it was fitted in; with 8-bit storage what is not kept shrinks."""
+def sizes_of(
+    facts: ComponentFacts,
+    dtype: str,
+    storage_dtype: str | None = None,
+    quantization: Quantization | None = None,
+    stored: Stored | None = None,
+) -> Sizes:
+    """Bytes of a component held in `dtype`, whatever it was fitted in; with 8-bit storage what is not kept shrinks.
+
+    Packed, the matrices in its blocks shrink: by the method's own arithmetic, or to what its files hold.
+    """
+    if quantization is not None:
+        return _packed_sizes(facts, dtype, quantization, stored)
     kept = _kept_bytes(facts, dtype)
     weights = stored_bytes(facts) + kept // 2 if dtype != "float32" else float32_bytes(facts)
     scale = weights / max(facts.weight_bytes, 1)
     pinned = facts.pinned_bytes * scale
     if storage_dtype is not None:
         uncast = FP8_UNCAST.get(facts.class_name, FP8_UNCAST_OTHERS)
-        stored = kept + (weights - kept) * (1 + uncast) / 2
-        pinned *= stored / max(weights, 1) * FP8_PINNED
-        weights = round(stored)
+        cast = kept + (weights - kept) * (1 + uncast) / 2
+        pinned *= cast / max(weights, 1) * FP8_PINNED
+        weights = round(cast)
     block = facts.largest_block_bytes * weights / max(facts.weight_bytes, 1)
     # in 8 bits, what is in no block is left alone for the most part, and a layer is cast up when it works
     other, leaf = facts.other_bytes * scale, facts.largest_leaf_bytes * scale
     return Sizes(weights, round(block), round(other), round(leaf), round(pinned))
+
+
+def _packed_sizes(facts: ComponentFacts, dtype: str, method: Quantization, stored: Stored | None) -> Sizes:
+    plain = sizes_of(facts, dtype)
+    largest = max((blocks.largest_linear for blocks in facts.blocks), default=0)
+    if stored is not None and stored.exact:
+        weights = stored.bytes(dtype)
+        largest = max(largest, stored.largest_parameters)
+        other = min(plain.other, weights)
+        shrunk = (weights - other) / max(plain.weights - plain.other, 1)
+        block = plain.block * shrunk
+    else:
+        saved, block = 0.0, 0.0
+        for blocks in facts.blocks:
+            was = blocks.linear_parameters * itemsize(dtype)
+            less = was - packed_bytes_of(method, blocks.linear_parameters, blocks.linear_rows, stored)
+            saved += less * blocks.total_bytes / max(blocks.bytes, 1)
+            block = max(block, blocks.bytes * plain.weights / max(facts.weight_bytes, 1) - less)
+        weights, other = round(plain.weights - saved), plain.other
+    pinned = max(weights, plain.pinned * weights / max(plain.weights, 1) * FP8_PINNED)
+    unpacked = largest * UNPACKED_COPIES[method] * itemsize(dtype)
+    return Sizes(weights, round(block), other, plain.leaf, round(pinned), round(unpacked))
+
+
+def packed_bytes_of(method: Quantization, parameters: int, rows: int, stored: Stored | None) -> int:
+    """Of matrices in memory; of a GGUF file that is not here yet by the bits that its name tells."""
+    if method == "gguf":
+        return round(parameters * (stored.bits if stored is not None else 16) / 8)
+    return packed_bytes(method, parameters, rows)
+
+
+def packable(facts: ComponentFacts) -> bool:
+    """Whether quantization finds anything to pack in it."""
+    return any(blocks.linear_parameters for blocks in facts.blocks)
+
+
+def disk_bytes(facts: ComponentFacts, stored: Stored | None) -> int:
+    """What is read to load it: in 16 bit, unless it lies there quantized."""
+    return stored.on_disk_bytes if stored is not None and stored.on_disk_bytes else stored_bytes(facts)
 
 
 def _kept_bytes(facts: ComponentFacts, dtype: str) -> int:
@@ -141,9 +211,15 @@ def stored_bytes(facts: ComponentFacts) -> int:
     return facts.weight_bytes - facts.fp32_bytes // 2
 
 
-def download_bytes(coefficients: Coefficients) -> int:
-    """About what is fetched for a model that is not here: 16 bit at least."""
-    return sum(stored_bytes(facts) for facts in coefficients.components.values())
+def download_bytes(coefficients: Coefficients, stored: Mapping[str, Stored] = MappingProxyType({})) -> int:
+    """About what is fetched for a model that is not here: 16 bit at least, GGUF files by the bits of their name."""
+    components = coefficients.components
+    needed = sum(stored_bytes(facts) for name, facts in components.items() if name not in stored)
+    return needed + sum(
+        round(components[name].parameters * one.bits / 8)
+        for name, one in stored.items()
+        if not one.exact and name in components
+    )
 
 
 def float32_bytes(facts: ComponentFacts) -> int:

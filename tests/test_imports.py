@@ -14,8 +14,9 @@ HEAVY = {"torch", "diffusers", "transformers", "accelerate"}
 # schema, errors <- events, config, presets, ... <- planner, worker, models <- jobs <- web <- cli
 LAYERS = [
     {"value"},
-    {"coefficients", "plans"},
-    {"attempts", "devices"},
+    {"coefficients", "devices", "pip"},
+    {"quantization"},
+    {"attempts", "plans"},
     {"schema"},
     {"errors"},
     {"speed", "workload", "timing", "estimate"},
@@ -76,7 +77,7 @@ def test_imports_point_one_way(path: Path) -> None:
     part = path.relative_to(ROOT / "app").parts[0].removesuffix(".py")
     used = {_part(module) for module in _imports(path)} - {None, part}
     if part == "runtime":
-        values = {"value", "coefficients", "plans", "attempts", "devices", "schema"}
+        values = {"value", "coefficients", "plans", "attempts", "devices", "quantization", "schema"}
         assert used <= values | {"errors", "events", "runtime", "__version__"}, used
         return
     if part.startswith("__") or part == "demo":  # __init__, __main__; the model's trainer is a program of its own

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from typing import Final, Literal, Self
 
 from pydantic import model_validator
 
+from app.pip import pip_install
 from app.schema import Backend, Gpu, Hardware, Value
 
 DRIVERS: Final = "https://www.nvidia.com/drivers"
@@ -43,13 +42,6 @@ def warning(title: str, explanation: str, fix: str) -> Finding:
 
 def problem(title: str, explanation: str, fix: str) -> Finding:
     return Finding(level="problem", title=title, explanation=explanation, fix=fix)
-
-
-def pip_install(arguments: str) -> str:
-    """The line that installs into the very Python that runs this, whatever is on PATH."""
-    if importlib.util.find_spec("pip") is None:  # environments made by uv have none
-        return f'uv pip install --python "{sys.executable}" {arguments}'
-    return f'"{sys.executable}" -m pip install {arguments}'
 
 
 def nvidia_gpus(hardware: Hardware) -> list[Gpu]:

@@ -26,13 +26,13 @@ from app.doctor.finding import (
     nvidia_gpus,
     ok,
     on_windows,
-    pip_install,
     problem,
     set_variable,
     unset_variable,
     warning,
 )
 from app.errors import ModelNotUsable, PresetError
+from app.pip import pip_install
 from app.presets import card_for_folder, load_catalogue
 from app.presets.files import suggestion
 from app.schema import Backend, Hardware

@@ -23,6 +23,7 @@ from app.hardware.memory import ram, swap
 from app.hardware.nvidia import nvidia_gpus
 from app.hardware.others import apple_gpus, intel_gpus, rocm_gpus
 from app.hardware.sources import Sources
+from app.quantization import installed
 from app.schema import Disk, Gpu, Hardware
 
 __all__ = ["Sources", "probe", "spill_folder"]
@@ -60,6 +61,7 @@ def probe(settings: Settings, sources: Sources | None = None) -> Hardware:
         swap_total_bytes=swap_total,
         swap_free_bytes=swap_free,
         memory_pressure=memory.pressure,
+        packages=installed(),
         copy_bytes_per_second=known.copy_bytes_per_second,
         data_disk=_with_speed(disk(settings.data_dir, notes), known),
         spill_disk=_with_speed(disk(spill_folder(settings), notes), known),

@@ -6,7 +6,7 @@ The plan is the fastest of all that fit, found exactly. What fits is decided by
 `budget` what may be used, `imagine` another machine, `options` how parts can be held, `solve` the search, `search` both
 together, `words` the reasons, `nearest` what would fit instead, `table` many models at once and the cliffs, `coarse`
 the rule for models that were not fitted. Not covered: keeping some blocks resident without our own streaming engine,
-quantization but for 8-bit storage, attention backends.
+attention backends.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from app.planner.nearest import plan_error
 from app.planner.search import Found, Search
 from app.planner.words import held_words, learned_words, reasons_of, titles_of
 from app.presets import format_bytes
+from app.quantization import missing, unsupported
 from app.schema import (
     Arrangement,
     Estimate,
@@ -56,8 +57,10 @@ def plan(
         presets: tried as changes to propose when nothing fits.
 
     Raises:
-        PlanError: names the memory that is short, by how much and in which stage, and the nearest change that fits.
+        PlanError: names the memory that is short, by how much and in which stage, and the nearest change that fits; or
+            the model lies quantized on the disk and cannot be used so here.
     """
+    check_stored(hardware, card)
     if card.coefficients is None:
         return coarse_plan(hardware, card, request, preset, counts)
     search = Search(hardware, card, request, preset, learned)
@@ -84,6 +87,29 @@ def plan(
             for (rung, parts), above in zip(rungs, [found, *(rung for rung, _ in rungs)], strict=False)
         ),
     )
+
+
+def check_stored(hardware: Hardware, card: ModelCard) -> None:
+    """What lies quantized must be readable here, before anything is downloaded or loaded.
+
+    Raises:
+        PlanError: an unknown method, a missing package (with the line to paste), or a card that cannot compute with it.
+    """
+    for name, stored in card.stored.items():
+        if stored.method is None:
+            raise PlanError(
+                f"The {name} of {card.title} is quantized by {stored.title}, which Pocketreel cannot read. It reads "
+                "bitsandbytes' folders and GGUF files; or take the unquantized model and a preset with `quantization`."
+            )
+        why = missing(stored.method, hardware.packages)
+        if why is not None:
+            raise PlanError(f"The {name} of {card.title} is quantized ({stored.title}), and {why}")
+        wrong = [words for gpu in hardware.gpus if (words := unsupported(stored.method, gpu)) is not None]
+        if wrong and len(wrong) == len(hardware.gpus):
+            raise PlanError(
+                f"The {name} of {card.title} is quantized ({stored.title}): {wrong[0]}. Take the unquantized model, or "
+                "a GGUF file."
+            )
 
 
 def _fields(hardware: Hardware, found: Found, estimate: Estimate, attention: str) -> dict[str, object]:
@@ -121,7 +147,7 @@ def _changes(search: Search, above: Found, rung: Found) -> tuple[str, ...]:
 def _check_disk(hardware: Hardware, card: ModelCard) -> None:
     """The download must fit: what is not on this machine is fetched in 16 bit at least."""
     assert card.coefficients is not None  # noqa: S101 - for the type checker
-    needed = download_bytes(card.coefficients)
+    needed = download_bytes(card.coefficients, card.stored)
     disk = hardware.download_disk or hardware.data_disk
     if needed > disk.free_bytes:
         raise PlanError(

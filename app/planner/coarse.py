@@ -10,6 +10,8 @@ from __future__ import annotations
 from app.errors import PlanError
 from app.estimate import GPU_CONTEXT_BYTES, WORKER_BASE_BYTES
 from app.planner.budget import RAM_FLOOR_BYTES, usable_gpus
+from app.planner.words import quantization_words
+from app.quantization import itemsize
 from app.schema import GIB, Gpu, Hardware, HardwarePreset, ModelCard, Placement, Plan, Request, Strategy
 
 COARSE = "reckoned by a coarse rule: this model was not measured by the simulator yet"
@@ -23,6 +25,8 @@ def _unmet(preset: HardwarePreset) -> list[str]:
         unmet.append("without measured sizes one card is used: the others stay free")
     if preset.prefer_disk:
         unmet.append("without measured sizes nothing is read from the disk while it computes: only the RAM limit holds")
+    if preset.quantization is not None:
+        unmet.append(f"without measured sizes {preset.quantization} is not used: it is not known what it would save")
     return unmet
 
 
@@ -41,8 +45,8 @@ def coarse_plan(
     gpu: Gpu | None = max(usable_gpus(hardware, preset), key=lambda gpu: gpu.free_bytes, default=None)
     if gpu is None:
         # most CPUs have no fast 16-bit arithmetic, so they compute in 32 whatever the files hold
-        return _on_cpu(hardware, card, request, preset, _bytes(counts, 4))
-    weights = _bytes(counts, 2)
+        return _on_cpu(hardware, card, request, preset, _bytes(counts, "float32", card))
+    weights = _bytes(counts, "bfloat16", card)
     dtype = "bfloat16" if gpu.supports["bf16"] else "float16"
     device = f"cuda:{gpu.index}"
     budget = gpu.free_bytes - preset.vram_keep_free_bytes - GPU_CONTEXT_BYTES
@@ -70,11 +74,18 @@ def coarse_plan(
         device=device,
         dtype=dtype,
         strategy=strategy,
-        placements=_placements(weights, strategy, device, dtype),
+        placements=_placements(weights, strategy, device, dtype, card),
         vae_tiling=strategy is Strategy.MODEL_OFFLOAD,
         predicted_ram_bytes=ram_needed,
         predicted_vram_bytes={device: needed} if needed else {},
-        reasons=(reason, why, f"{dtype}: what {gpu.name} computes fast", COARSE, *_unmet(preset)),
+        reasons=(
+            reason,
+            why,
+            f"{dtype}: what {gpu.name} computes fast",
+            *quantization_words((), card),
+            COARSE,
+            *_unmet(preset),
+        ),
     )
 
 
@@ -89,12 +100,17 @@ def _on_cpu(
         if weights is not None
         else "the sizes of this model are unknown until it is downloaded: memory is unchecked"
     )
-    reasons += ["float32: most CPUs compute 16-bit formats slowly", COARSE, *_unmet(preset)]
+    reasons += [
+        "float32: most CPUs compute 16-bit formats slowly",
+        *quantization_words((), card),
+        COARSE,
+        *_unmet(preset),
+    ]
     return Plan(
         device="cpu",
         dtype="float32",
         strategy=Strategy.RESIDENT,
-        placements=_placements(weights, Strategy.RESIDENT, "cpu", "float32"),
+        placements=_placements(weights, Strategy.RESIDENT, "cpu", "float32", card),
         threads=hardware.cpu_count,
         predicted_ram_bytes=needed,
         reasons=tuple(reasons),
@@ -114,16 +130,28 @@ def _check_ram(hardware: Hardware, preset: HardwarePreset, needed: int, card: Mo
         )
 
 
-def _placements(weights: dict[str, int] | None, strategy: Strategy, device: str, dtype: str) -> tuple[Placement, ...]:
+def _placements(
+    weights: dict[str, int] | None, strategy: Strategy, device: str, dtype: str, card: ModelCard
+) -> tuple[Placement, ...]:
     return tuple(
-        Placement(component=name, strategy=strategy, device=device, dtype=dtype, weight_bytes=size)
+        Placement(
+            component=name,
+            strategy=strategy,
+            device=device,
+            dtype=dtype,
+            weight_bytes=size,
+            quantization=card.stored[name].method if name in card.stored else None,
+        )
         for name, size in (weights or {}).items()
     )
 
 
-def _bytes(counts: dict[str, dict[str, int]] | None, size: int) -> dict[str, int] | None:
-    """Bytes by component once loaded in a dtype of `size` bytes."""
-    return None if counts is None else {name: sum(by_dtype.values()) * size for name, by_dtype in counts.items()}
+def _bytes(counts: dict[str, dict[str, int]] | None, dtype: str, card: ModelCard) -> dict[str, int] | None:
+    """Bytes by component once loaded in that number format; of what lies quantized on the disk as it is held."""
+    if counts is None or not all(stored.exact for stored in card.stored.values()):
+        return None
+    plain = {name: sum(by_dtype.values()) * itemsize(dtype) for name, by_dtype in counts.items()}
+    return plain | {name: stored.bytes(dtype) for name, stored in card.stored.items()}
 
 
 def _frame_bytes(request: Request) -> int:

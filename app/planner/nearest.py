@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from app.errors import PlanError
+from app.planner.options import unused
 from app.planner.search import Found, Search
 from app.planner.words import STAGE_DOING
 from app.presets import format_bytes
@@ -57,7 +58,9 @@ def plan_error(search: Search, presets: Iterable[HardwarePreset]) -> PlanError:
     what = f"{card.title} at {request.width}x{request.height}, {request.num_frames} frames"
     if nearest is None:
         return PlanError(f"{what} cannot be run here: no card has room for more than its driver's own memory.")
-    return PlanError(f"{_shortage(search, nearest, what)} {_advice(case, presets)}")
+    why = unused(search.preset, search.usable, search.hardware.packages)
+    also = "" if why is None else f" The preset's {search.preset.quantization} was not used: {why}."
+    return PlanError(f"{_shortage(search, nearest, what)} {_advice(case, presets)}{also}")
 
 
 def _shortage(search: Search, nearest: Found, what: str) -> str:

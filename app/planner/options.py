@@ -6,16 +6,17 @@ memory can only add plans that fit, and never yields a slower one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations
 from operator import add
 from typing import Final, NamedTuple
 
 from app.estimate import Cost, cost_of
+from app.quantization import WORTH_PACKING_BYTES, Quantization, WhileLoading, missing, refusal, unsupported
 from app.schema import Backend, Gpu, HardwarePreset, Placement, Shard, Stage, Strategy
 from app.speed import Machine
-from app.workload import Sizes, Task, sizes_of, stage_of
+from app.workload import Sizes, Task, packable, sizes_of, stage_of, stored_bytes
 
 FP8: Final = "float8_e4m3fn"
 GROUP_SIZES: Final = (1, 4)
@@ -37,6 +38,8 @@ class How(NamedTuple):
     stream: bool = False
     low_cpu: bool = False
     fp8: bool = False
+    quantization: WhileLoading | None = None
+    """While loading. What lies quantized on the disk is held so whatever this says."""
     stay: float = 0.0
     """Share of the blocks that stays on the card."""
     shares: tuple[tuple[str, int], ...] = ()
@@ -65,14 +68,27 @@ def slots(devices: Sequence[str]) -> tuple[tuple[str, Stage], ...]:
     return (*cards, *(("ram", stage) for stage in Stage), ("pinned", Stage.DENOISE))
 
 
-def space_of(task: Task, machine: Machine, gpus: tuple[Gpu, ...], preset: HardwarePreset) -> Space:
-    """Everything that may be planned on these cards; without cards, on the CPU."""
-    chooser = _Chooser(task, machine, gpus, preset)
+def space_of(
+    task: Task,
+    machine: Machine,
+    gpus: tuple[Gpu, ...],
+    preset: HardwarePreset,
+    packages: Mapping[str, str] | None = None,
+) -> Space:
+    """Everything that may be planned on these cards; without cards, on the CPU. `packages`: installed optional ones."""
+    chooser = _Chooser(task, machine, gpus, preset, packages or {})
     return Space(chooser.slots, chooser.groups())
 
 
 class _Chooser:
-    def __init__(self, task: Task, machine: Machine, gpus: tuple[Gpu, ...], preset: HardwarePreset) -> None:
+    def __init__(
+        self,
+        task: Task,
+        machine: Machine,
+        gpus: tuple[Gpu, ...],
+        preset: HardwarePreset,
+        packages: Mapping[str, str],
+    ) -> None:
         self.task, self.machine, self.gpus = task, machine, gpus
         self.dtypes = {f"cuda:{gpu.index}": card_dtype(gpu) for gpu in gpus}
         self.slots = slots(tuple(self.dtypes))
@@ -80,8 +96,9 @@ class _Chooser:
         self.waiting = set(Strategy) - (set() if preset.streaming_engine else {Strategy.STREAM})
         if preset.prefer_disk:
             self.waiting -= {Strategy.MODEL_OFFLOAD, Strategy.BLOCK, Strategy.LEAF, Strategy.STREAM}
+        self.quantization = preset.quantization if unused(preset, gpus, packages) is None else None
         self._formats: dict[tuple[str, str, tuple[tuple[str, int], ...]], str] = {}
-        self._known: dict[tuple[str, str, bool], Sizes] = {}
+        self._known: dict[tuple[str, str, bool, Quantization | None], Sizes] = {}
         self.fp8_cards = {f"cuda:{gpu.index}" for gpu in gpus if gpu.supports["fp8_storage"]}
 
     def groups(self) -> tuple[tuple[Option, ...], ...]:
@@ -116,8 +133,12 @@ class _Chooser:
             plain += [How(Strategy.LEAF, device, stream=True, low_cpu=low) for low in (False, True)]
             plain += [How(Strategy.STREAM, device, stay=share) for share in STAYING_SHARES]
         plain += self._shards()
+        stored = self._lies_quantized(Stage.DENOISE)
+        if stored:  # of two denoisers, one may be unquantized: it is held like the other
+            plain = [how for how in plain if self._holds_packed(how, Stage.DENOISE)]
         yield from (how for how in plain if how.strategy in self.waiting)
-        if self.fp8:
+        yield from self._packed(plain, Stage.DENOISE)
+        if self.fp8 and not stored:
             for how in plain:
                 cards = {how.device, *(device for device, _ in how.shares)}
                 if (
@@ -126,6 +147,37 @@ class _Chooser:
                     and cards <= self.fp8_cards
                 ):
                     yield how._replace(fp8=True)
+
+    def _lies_quantized(self, stage: Stage) -> bool:
+        return any(stage_of(name) is stage for name in self.task.stored)
+
+    def _holds_packed(self, how: How, stage: Stage) -> bool:
+        """What lies quantized on the disk can be held so, on cards that compute with it."""
+        methods = {one.method for name, one in self.task.stored.items() if stage_of(name) is stage and one.method}
+        cards = {how.device, *(device for device, _ in how.shares)}
+        able = all(
+            unsupported(method, gpu) is None for method in methods for gpu in self.gpus if f"cuda:{gpu.index}" in cards
+        )
+        return able and refusal(how.strategy, None) is None
+
+    def _packed(self, plain: list[How], stage: Stage) -> Iterator[How]:
+        """The same, packed while loading: on the cards, where computing with few bits is worth it."""
+        names = [name for name in self.task.coefficients.components if stage_of(name) is stage]
+        if self.quantization is None or not any(self._packs(name) for name in names):
+            return
+        for how in plain:
+            if how.strategy in self.waiting and how.device != "cpu" and refusal(how.strategy, None) is None:
+                yield how._replace(quantization=self.quantization)
+
+    def _packs(self, name: str) -> bool:
+        facts = self.task.coefficients.components[name]
+        large = stage_of(name) is Stage.DENOISE or stored_bytes(facts) >= WORTH_PACKING_BYTES
+        return large and packable(facts) and name not in self.task.stored
+
+    def _quantization(self, name: str, how: How) -> Quantization | None:
+        if (stored := self.task.stored.get(name)) is not None:
+            return stored.method
+        return how.quantization if how.quantization is not None and self._packs(name) else None
 
     def _shards(self) -> list[How]:
         fastest = sorted(self.dtypes, key=lambda name: (-self.machine.devices[name].flops_16bit, name))
@@ -149,7 +201,10 @@ class _Chooser:
             hows += [How(strategy, device) for strategy in (Strategy.RESIDENT, Strategy.MODEL_OFFLOAD, Strategy.DISK)]
             hows += [How(Strategy.LEAF, device), How(Strategy.LEAF, device, stream=True, low_cpu=True)]
         hows.append(How(Strategy.CPU, "cpu"))
+        if self._lies_quantized(Stage.ENCODE):
+            hows = [how for how in hows if self._holds_packed(how, Stage.ENCODE)]
         yield from (how for how in hows if how.strategy in self.waiting)
+        yield from self._packed(hows, Stage.ENCODE)
 
     def _option(self, components: tuple[str, ...], how: How, tiling: bool) -> Option:
         placements = tuple(self._placement(name, how) for name in components)
@@ -172,14 +227,16 @@ class _Chooser:
             use_stream=how.stream,
             low_cpu_mem_usage=how.low_cpu,
             storage_dtype=FP8 if how.fp8 else None,
+            quantization=self._quantization(name, how),
             resident_blocks=int(facts.block_count * how.stay),
             shards=_shards_of(facts.block_count, how.shares),
         )
 
     def _sizes(self, name: str, how: How) -> Sizes:
-        key = (name, self._dtype(name, how), how.fp8)
+        key = (name, self._dtype(name, how), how.fp8, self._quantization(name, how))
         if key not in self._known:
-            self._known[key] = sizes_of(self.task.coefficients.components[name], key[1], FP8 if how.fp8 else None)
+            facts, stored = self.task.coefficients.components[name], self.task.stored.get(name)
+            self._known[key] = sizes_of(facts, key[1], FP8 if how.fp8 else None, key[3], stored)
         return self._known[key]
 
     def _dtype(self, name: str, how: How) -> str:
@@ -198,6 +255,17 @@ class _Chooser:
         if usual == "float32" or (dtype == "float16" and name == "vae"):
             return "float32"  # a VAE in float16 turns black on many cards; what was made for float32 keeps it
         return dtype
+
+
+def unused(preset: HardwarePreset, gpus: tuple[Gpu, ...], packages: Mapping[str, str]) -> str | None:
+    """Why the quantization that the preset allows is not used here, in words; None: it is, or it allows none."""
+    method = preset.quantization
+    if method is None:
+        return None
+    if not gpus:
+        return "the CPU computes, which gains nothing from packed weights but time to unpack them"
+    why = missing(method, packages)
+    return why or next((words for gpu in gpus if (words := unsupported(method, gpu)) is not None), None)
 
 
 def card_dtype(gpu: Gpu) -> str:

@@ -81,14 +81,16 @@ class Search:
         self.usable = usable_gpus(hardware, preset)
         self.learned = learned
         self._tasks: dict[str, Task] = {
-            device: task_of(self.coefficients, request, learned.of(device) if learned is not None else None)
+            device: task_of(
+                self.coefficients, request, learned.of(device) if learned is not None else None, card.stored
+            )
             for device in ("cpu", "gpu")
         }
         self.machine: Machine = machine(hardware, self.usable)
         self._spaces: list[tuple[tuple[Gpu, ...], Space, tuple[int, ...], tuple[int, ...]]] = []
         for gpus in self._sets():
             task = self._task(gpus)
-            space = space_of(task, self.machine, gpus, preset)
+            space = space_of(task, self.machine, gpus, preset, hardware.packages)
             names = tuple(f"cuda:{gpu.index}" for gpu in gpus)
             base = as_bytes([base_cost(task, names)], space.slots)
             limits = tuple(self.budget.bytes[memory] for memory, _ in space.slots)

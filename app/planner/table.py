@@ -61,7 +61,7 @@ def how_words(placements: Iterable[Placement]) -> str:
 
 
 def short_how(placement: Placement) -> str:
-    """`block x4`, `leaf+stream+low_cpu`, `resident+fp8`, `sharded 25+15`."""
+    """`block x4`, `leaf+stream+low_cpu`, `resident+fp8`, `block+gguf`, `sharded 25+15`."""
     if placement.shards:
         words = "sharded " + "+".join(str(shard.count) for shard in placement.shards)
     else:
@@ -71,6 +71,7 @@ def short_how(placement: Placement) -> str:
     words += f" {placement.resident_blocks} stay" if placement.resident_blocks else ""
     words += "+stream" if placement.use_stream else ""
     words += "+low_cpu" if placement.low_cpu_mem_usage else ""
+    words += f"+{placement.quantization}" if placement.quantization else ""
     return words + ("+fp8" if placement.storage_dtype else "")
 
 
@@ -86,7 +87,13 @@ def fit_table(
     for card, request in requests:
         # the same object where cards share a file; a model that was not measured is known by its id
         measured = id(card.coefficients) if card.coefficients is not None else card.id
-        key = (measured, request.model_copy(update={"model": "", "negative_prompt": None}), card.lattice, card.tasks)
+        key = (
+            measured,
+            repr(card.stored),
+            request.model_copy(update={"model": "", "negative_prompt": None}),
+            card.lattice,
+            card.tasks,
+        )
         if key not in known:
             known[key] = _row(hardware, card, request, preset, learned(card))
         rows.append(known[key].model_copy(update={"model": card.id, "title": card.title}))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from app.planner.options import unused
 from app.planner.search import Found, Search
 from app.plans import Estimate
 from app.presets import format_bytes
-from app.schema import Factors, Placement, Stage, Strategy
+from app.quantization import WORDS
+from app.schema import Factors, ModelCard, Placement, Stage, Strategy
 from app.workload import stage_of
 
 STAGE_DOING = {
@@ -44,6 +48,8 @@ def held_words(placement: Placement, titles: dict[str, str]) -> str:
         words += " (weights pinned as they travel)" if placement.low_cpu_mem_usage else " (weights page-locked in RAM)"
     if placement.storage_dtype is not None:
         words += ", stored in 8 bits"
+    if placement.quantization is not None:
+        words += f", packed in {WORDS[placement.quantization]}"
     return words
 
 
@@ -80,6 +86,11 @@ def reasons_of(search: Search, found: Found, estimate: Estimate, *, sure: bool) 
         reasons.append(f"{titles[name].removeprefix('the ')}: {budget.words[name]}{others if held else ''}")
     if found.gpus:
         reasons += [f"{', '.join(names)}: {words}" for words, names in _together(found, titles).items()]
+    reasons += quantization_words(found.placements, search.card)
+    if (unmet := unused(search.preset, found.gpus, search.hardware.packages)) is not None:
+        reasons.append(f"the preset's {search.preset.quantization} is not used: {unmet}")
+    elif search.preset.quantization is not None and not any(one.quantization for one in found.placements):
+        reasons.append(f"the preset's {search.preset.quantization} is not used: without it, it fits and is no slower")
     if found.tiling:
         reasons.append("the frames are decoded in tiles: that takes less memory and a little longer")
     for name in (*(f"cuda:{gpu.index}" for gpu in found.gpus), "ram"):
@@ -94,6 +105,19 @@ def reasons_of(search: Search, found: Found, estimate: Estimate, *, sure: bool) 
     if not sure:
         reasons.append("some sizes of this model are its class's defaults, compared with nothing: they may be off")
     return tuple(reasons)
+
+
+def quantization_words(placements: Sequence[Placement], card: ModelCard) -> tuple[str, ...]:
+    """What packed weights mean for the video, and what a number that is not known yet means for the plan."""
+    made = [one.component for one in placements if one.quantization is not None and one.component not in card.stored]
+    words = []
+    if made:
+        words.append(f"{', '.join(made)}: packed while it is loaded, so the video is not quite the unquantized model's")
+    for name, stored in card.stored.items():
+        words.append(f"{name}: as it lies there, {stored.title}, so the video is not quite the unquantized model's")
+        if not stored.exact:
+            words.append(f"the size of {card.gguf.get(name, name)} is reckoned by its name until it is downloaded")
+    return tuple(words)
 
 
 def learned_words(factors: Factors | None) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from app.errors import InvalidRequest, NotFound, PresetError
 from app.presets.files import Problems, V, load_value, parse_toml, read_text, suggestion, tell_problems
 from app.presets.fitted import FOLDER, find_coefficients, missing_words, read_coefficients
 from app.presets.folder import card_for_folder, card_for_repo
+from app.quantization import GGUF_PIPELINES, hub_file
 from app.schema import Coefficients, Defaults, HardwarePreset, Lattice, ModelCard, Value
 
 _REPO_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -65,12 +66,29 @@ def read_model_card(path: Path, *, shipped: bool = False) -> ModelCard:
     named, found = _coefficients(path, text, card.id, shipped=shipped)
     if named is None and found is not None and card.folder is None:
         named = found.model
-    card = card.model_copy(update={"coefficients": found, "simulated_as": named})
+    gguf = {name: _beside(path, where) for name, where in card.gguf.items()}
+    card = card.model_copy(update={"coefficients": found, "simulated_as": named, "gguf": gguf})
+    _refuse(path, text, _missing_gguf(card))
     if card.folder is None:
         return card
     expanded = card.folder.expanduser()
     folder = expanded if expanded.is_absolute() else bundled(*expanded.parts) if shipped else path.parent / expanded
     return card.model_copy(update={"folder": folder})
+
+
+def _beside(path: Path, where: str) -> str:
+    """An absolute path, or a file of the Hub as it is; a relative path that exists beside the card wins over it."""
+    here = path.parent / Path(where).expanduser()
+    return where if hub_file(where) is not None and not here.is_file() else str(here)
+
+
+def _missing_gguf(card: ModelCard) -> Problems:
+    """Named files that are not there. Absolute paths by now; of the Hub nothing is asked."""
+    return [
+        (("gguf", name), f"gguf.{name}: there is no file {where}; write its path, or owner/repo/file.gguf of the Hub")
+        for name, where in card.gguf.items()
+        if hub_file(where) is None and not Path(where).is_file()
+    ]
 
 
 def _coefficients(path: Path, text: str, card_id: str, *, shipped: bool) -> tuple[str | None, Coefficients | None]:
@@ -207,7 +225,31 @@ def _card_problems(card: ModelCard) -> Problems:
         found.append((("pipeline",), f'"{card.pipeline}" is no pipeline class; write for example "WanPipeline"'))
     if card.timeout_seconds == 0:
         found.append((("timeout",), 'timeout is 0, so every run would be ended at once; write for example "1 h"'))
-    return [*found, *_default_problems(card.defaults, card.lattice), *_trained_size_problems(card)]
+    if card.stored:
+        found.append((("stored",), "stored is found out, not written; leave it out, and write a table [gguf]"))
+    return [
+        *found,
+        *_gguf_problems(card),
+        *_default_problems(card.defaults, card.lattice),
+        *_trained_size_problems(card),
+    ]
+
+
+def _gguf_problems(card: ModelCard) -> Problems:
+    found: Problems = []
+    for name, where in card.gguf.items():
+        if name not in ("transformer", "transformer_2"):
+            what = f"gguf.{name}: only denoisers are read from GGUF files; write transformer or transformer_2"
+            found.append((("gguf", name), what))
+        elif not where.endswith(".gguf"):
+            found.append((("gguf", name), f'gguf.{name}: "{where}" is no GGUF file; write a name that ends in .gguf'))
+        elif not card.pipeline.startswith(GGUF_PIPELINES):
+            what = (
+                f"gguf.{name}: diffusers reads no GGUF file for the {card.pipeline}; leave the table out, and choose a "
+                "hardware preset with `quantization`"
+            )
+            found.append((("gguf", name), what))
+    return found
 
 
 def _default_problems(defaults: Defaults, lattice: Lattice) -> Problems:

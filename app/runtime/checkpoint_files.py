@@ -232,6 +232,16 @@ class CheckpointFiles:
         """What the files hold, in the module's names."""
         return list(self._stored)
 
+    def stored(self, name: str) -> Stored:
+        """Where that tensor lies, whatever its shape and type.
+
+        Raises:
+            ModelNotUsable: it is not there.
+        """
+        if name not in self._stored:
+            raise ModelNotUsable(f"The files in {self.folder} have no {name}. {AGAIN}")
+        return self._stored[name]
+
     def find(self, names: Sequence[str], shape: Sequence[int], dtype: torch.dtype) -> Stored:
         """The tensor that the module knows by one of these names, to be used in `dtype`.
 
@@ -319,11 +329,11 @@ def _indexed(folder: Path, index: Path) -> tuple[list[Path], dict[str, str]]:
 # ------------------------------------------------------------------------------------------------------------ modules
 
 
-def load_empty(cls: Any, folder: Path, dtype: torch.dtype) -> Any:
+def load_empty(cls: Any, folder: Path, dtype: torch.dtype, *, quantized: bool = False) -> Any:
     """A component as `cls.from_pretrained(folder, dtype=dtype)` would make it, but its parameters are on meta.
 
     Buffers that no file holds are real. `renaming` says how the files call the weights. Of diffusers and transformers
-    classes; the latter without generation settings.
+    classes; the latter without generation settings. `quantized`: the caller knows, and packs the layers itself.
 
     Raises:
         ModelNotUsable: no such class, no readable config, or quantized.
@@ -333,7 +343,7 @@ def load_empty(cls: Any, folder: Path, dtype: torch.dtype) -> Any:
     # what from_pretrained does: buffers are computed in the wanted dtype
     before = torch.get_default_dtype()
     try:
-        if "quantization_config" in json.loads((folder / "config.json").read_bytes()):
+        if not quantized and "quantization_config" in json.loads((folder / "config.json").read_bytes()):
             raise ModelNotUsable(f"{folder} is quantized, and cannot be read block by block. Choose another strategy.")
         if issubclass(cls, diffusers.ModelMixin):
             config = cls.load_config(folder, local_files_only=True)

@@ -227,12 +227,16 @@ def _refuse_quantized(name: str, module: nn.Module) -> None:
     Raises:
         NotTrainable: some weights are integers, or belong to a quantization method.
     """
-    whole = [name for name, weight in module.named_parameters() if not weight.is_floating_point()]
+    whole = _packed(module)
     if whole or getattr(module, "hf_quantizer", None) is not None:
         raise NotTrainable(
             f"{name} is quantized{': ' + listed(whole) if whole else ''}, and rounded numbers have no gradients. "
             "Load the model again without quantization."
         )
+
+
+def _packed(module: nn.Module) -> list[str]:
+    return [name for name, weight in module.named_parameters() if not weight.is_floating_point()]
 
 
 def _settle(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -279,6 +283,8 @@ def _disagreements(name: str, module: nn.Module) -> Iterator[str]:
             found.setdefault(f"{word(weight.dtype)}, in which nothing can be trained", []).append(path)
         elif weight.is_floating_point() and weight.dtype.itemsize < 2:
             found.setdefault(f"{word(weight.dtype)}, in which nothing can be computed", []).append(path)
+    if packed := _packed(module):
+        yield f"{name}: quantized, and rounded numbers have no gradients: {listed(packed)}"
     if not any(weight.requires_grad for weight in weights.values()):
         yield f"{name}: no parameter requires gradients"
     if len(devices) > 1:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import psutil
 
-from app import __version__, events
+from app import __version__, events, quantization
 from app.errors import GenerationFailed, PocketreelError
 from app.runtime.control import Control, Interrupted
 from app.schema import (
@@ -170,7 +170,9 @@ class Loop:
         """Give back what the last job left, unless this one needs the same; returns what this one needs."""
         from app.runtime import pipeline, placement  # noqa: PLC0415
 
-        formats = {one.component: (one.dtype, one.strategy is Strategy.DISK) for one in run.plan.placements}
+        formats = {
+            one.component: (one.dtype, one.strategy is Strategy.DISK, one.quantization) for one in run.plan.placements
+        }
         key = f"{run.card.model_dump_json()} {run.plan.dtype} {sorted(formats.items())}"
         now = placement.placed(self._pipe) if self._loaded == key else None
         self._warm = now is not None and now.plan.held_like(run.plan)
@@ -244,7 +246,7 @@ def versions() -> dict[str, str]:
     found["system"] = f"{platform.system()} {platform.release()}"
     for name in ("torch", "diffusers", "transformers", "accelerate"):
         found[name] = metadata.version(name)
-    return found
+    return found | quantization.installed()
 
 
 def _explain(error: Exception) -> tuple[ErrorKind, str]:

@@ -22,12 +22,13 @@ import torch
 from diffusers import DiffusionPipeline
 
 from app.errors import InvalidOutput, ModelNotUsable
-from app.runtime import placement
+from app.quantization import hub_file, method_of
+from app.runtime import placement, quantized
 from app.runtime.checkpoint_files import load_empty
 from app.runtime.control import Control
 from app.runtime.memory import StageClock, is_ram_error
 from app.runtime.resume import Keeper
-from app.schema import Argument, ModelCard, Plan, Request, Stage, Strategy
+from app.schema import Argument, ModelCard, Placement, Plan, Request, Stage, Strategy
 
 DENOISERS = ("transformer", "transformer_2", "unet")
 
@@ -41,7 +42,8 @@ def load(card: ModelCard, plan: Plan) -> Any:
     """The card's pipeline with its weights, on the CPU, in the plan's dtype.
 
     Raises:
-        ModelNotUsable: no safetensors weights, a pipeline class diffusers doesn't have, a broken or missing file.
+        ModelNotUsable: no safetensors weights, a pipeline class diffusers doesn't have, a broken or missing file, a
+            package that quantized weights need and that is not there.
     """
     found = getattr(diffusers, card.pipeline, None)
     if not (isinstance(found, type) and issubclass(found, DiffusionPipeline)):
@@ -51,11 +53,14 @@ def load(card: ModelCard, plan: Plan) -> Any:
         )
     cls: Any = found
     source = str(card.folder) if card.folder is not None else card.repo_id
-    from_disk = {one.component: one.dtype for one in plan.placements if one.strategy is Strategy.DISK}
     try:
-        if from_disk and card.folder is None:
-            source = cls.download(card.repo_id, revision=card.revision, use_safetensors=True, trust_remote_code=False)
-        parts = {name: _without_weights(Path(str(source)), name, dtype) for name, dtype in from_disk.items()}
+        if card.folder is None and (card.gguf or any(_needs_folder(one) for one in plan.placements)):
+            # what a GGUF file replaces is not downloaded: given parts are left out, whatever they are
+            given = dict.fromkeys(card.gguf, True)
+            source = cls.download(
+                card.repo_id, revision=card.revision, use_safetensors=True, trust_remote_code=False, **given
+            )
+        parts = _parts(card, plan, Path(str(source))) if Path(str(source)).is_dir() else {}
         # dtype must be given: without it text encoders come as fp16 and the rest as fp32
         pipe = cls.from_pretrained(
             source,
@@ -98,12 +103,52 @@ def _access_words(card: ModelCard) -> str:
     return f", and that {page} does not ask you to accept a license first (then log in here with `hf auth login`)"
 
 
-def _without_weights(folder: Path, name: str, dtype: str) -> Any:
-    """A component whose blocks will be read from the disk while it works: loading it would need the RAM for all."""
-    library, class_name = json.loads((folder / "model_index.json").read_text("utf-8"))[name]
-    if library not in ("diffusers", "transformers"):
-        raise ModelNotUsable(f"{name} comes from the library {library}: it cannot be read block by block.")
-    return load_empty(getattr(importlib.import_module(library), class_name), folder / name, getattr(torch, dtype))
+def _needs_folder(placement: Placement) -> bool:
+    """Whether we read it ourselves, so that it must lie in a folder."""
+    return placement.strategy is Strategy.DISK or placement.quantization is not None
+
+
+def _parts(card: ModelCard, plan: Plan, folder: Path) -> dict[str, Any]:
+    """The components that the libraries do not load: without weights, packed, or from a GGUF file."""
+    planned = {one.component: one for one in plan.placements}
+    index = json.loads((folder / "model_index.json").read_text("utf-8"))
+    parts: dict[str, Any] = {}
+    for name, entry in index.items():
+        if name.startswith("_") or not isinstance(entry, list) or entry[0] not in ("diffusers", "transformers"):
+            if name in planned and _needs_folder(planned[name]):
+                raise ModelNotUsable(f"{name} comes from the library {entry[0]}: it is only loaded as a whole.")
+            continue
+        cls: Any = getattr(importlib.import_module(entry[0]), str(entry[1]), None)
+        one = planned.get(name)
+        dtype = getattr(torch, one.dtype if one is not None else plan.dtype)
+        if name in card.gguf:
+            parts[name] = quantized.load_gguf(cls, _gguf_file(card.gguf[name]), folder / name, dtype)
+        elif _is_quantized(folder / name):
+            parts[name] = quantized.load_stored(cls, folder / name, dtype)
+        elif one is not None and one.quantization is not None:
+            if one.quantization == "gguf":
+                raise ModelNotUsable(f"{name} is planned from a GGUF file, which its card does not name.")
+            on = torch.device("cpu" if one.strategy is Strategy.CPU else one.device)
+            parts[name] = quantized.load(cls, folder / name, dtype, one.quantization, on)
+        elif one is not None and one.strategy is Strategy.DISK:
+            # its blocks are read from the disk while it works: loading it would need the RAM for all
+            parts[name] = load_empty(cls, folder / name, dtype)
+    return parts
+
+
+def _gguf_file(where: str) -> Path:
+    """The file on this machine, downloaded where it is named as one of the Hub."""
+    on_hub = hub_file(where)
+    if on_hub is None:
+        return Path(where)
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415 - seldom needed
+
+    return Path(hf_hub_download(*on_hub))
+
+
+def _is_quantized(component: Path) -> bool:
+    config = component / "config.json"
+    return config.is_file() and method_of(json.loads(config.read_text("utf-8"))) is not None
 
 
 def _dtypes(plan: Plan) -> Any:

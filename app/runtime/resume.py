@@ -41,7 +41,7 @@ def facts_of(job_id: str, card: ModelCard, request: Request, dtype: str, version
 
     Another plan may go on from it, but not in another number format, and no other model, request or diffusers.
     """
-    model = card.model_dump(mode="json", include={"repo_id", "revision", "folder", "pipeline"})
+    model = card.model_dump(mode="json", include={"repo_id", "revision", "folder", "pipeline", "gguf"})
     if card.folder is not None:
         seen = [
             (path.relative_to(card.folder).as_posix(), path.stat().st_size, path.stat().st_mtime_ns)

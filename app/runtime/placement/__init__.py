@@ -9,8 +9,8 @@
 
 `calls` what happens around a component's work, `visiting` model offload, `groups` diffusers' group offloading,
 `reading` blocks from the disk and our own streams, `sharding` several cards. The stock pipeline is not changed, but a
-placed one is of a subclass that knows where latents live: diffusers guesses that from any hook that it finds. Not
-covered: quantized weights.
+placed one is of a subclass that knows where latents live: diffusers guesses that from any hook that it finds. What is
+quantized is held by all strategies but `disk`; see `quantization.refusal`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapped
 
 from app.errors import PlanError
+from app.quantization import WORDS, Quantization, refusal
 from app.runtime import guard
 from app.runtime.placement import attention, groups, sharding
 from app.runtime.placement.calls import wrap
 from app.runtime.placement.reading import Reading, SourceOf, Streaming, from_files, say_device
 from app.runtime.placement.visiting import Turn, Visitor, Visitors, Whole
+from app.runtime.quantized import quantization_of
 from app.schema import Arrangement, Placement, Strategy
 
 __all__ = ["assert_runnable", "held", "place", "place_or_fall_back", "placed", "remove", "rest", "switch"]
@@ -235,6 +238,7 @@ def _complete(modules: dict[str, torch.nn.Module], plan: Arrangement) -> dict[st
         or Placement(
             component=name, strategy=plan.strategy, device=plan.device, dtype=plan.dtype, weight_bytes=0,
             num_blocks_per_group=1 if plan.strategy is Strategy.BLOCK else None,
+            quantization=quantization_of(modules[name]),
         )
         for name in modules
     }  # fmt: skip
@@ -257,10 +261,37 @@ def _check(pipe: Any, modules: dict[str, torch.nn.Module], placements: dict[str,
             raise PlanError(f"{name} is offloaded by other hooks already; load the pipeline again to place it.")
         if (placements[name].use_stream or placements[name].record_stream) and placements[name].device == "cpu":
             raise PlanError(f"{name} is planned with streams on the CPU, which has none.")
+        _check_quantized(module, placements[name])
         if placements[name].record_stream:
             raise PlanError(
                 f"{name} is planned with record_stream, whose memory has no bound when the card lags behind."
             )
+
+
+def _check_quantized(module: torch.nn.Module, placement: Placement) -> None:
+    """The weights are packed as planned, by us, and can be held so.
+
+    bitsandbytes' own tensors leave their scales behind when they are moved, and torchao's ignore `.data`: a pipeline
+    that was loaded with diffusers' quantizers would compute wrong numbers, or fail, in the middle of the run.
+    """
+    found, wanted = quantization_of(module), placement.quantization
+    if found is None and any(not weight.is_floating_point() or is_wrapped(weight) for weight in module.parameters()):
+        raise PlanError(
+            f"{placement.component} was quantized by its library's own classes, which cannot be moved by a plan. Load "
+            "it with `app.runtime.pipeline.load`."
+        )
+    if found != wanted:
+        raise PlanError(
+            f"{placement.component} is planned {_stored_words(wanted)}, but was loaded {_stored_words(found)}. "
+            "Load the model again."
+        )
+    why = refusal(placement.strategy, placement.storage_dtype) if found is not None else None
+    if why is not None:
+        raise PlanError(f"{placement.component} {why}.")
+
+
+def _stored_words(method: Quantization | None) -> str:
+    return "unquantized" if method is None else f"in {WORDS[method]}"
 
 
 def _hold(

@@ -9,6 +9,7 @@ import torch
 
 from app.coefficients import Blocks, ComponentFacts
 from app.runtime.placement.sharding import block_lists
+from app.runtime.quantized import layers_of
 from app.runtime.simulate.allocator import HostMemory
 from app.runtime.simulate.families import kept_in_fp32
 
@@ -38,9 +39,20 @@ def inspect_component(module: torch.nn.Module, dtype: torch.dtype) -> ComponentF
 
 
 def _blocks(module: torch.nn.Module) -> Iterator[Blocks]:
+    packable = {id(layer) for _, _, layer in layers_of(module)}
     for path, layers in block_lists(module):
         sizes = [_bytes(_tensors(layer)) for layer in layers]
-        yield Blocks(path=path, count=len(sizes), bytes=max(sizes), total_bytes=sum(sizes))
+        largest = layers[sizes.index(max(sizes))]
+        linear = [part for part in largest.modules() if isinstance(part, torch.nn.Linear) and id(part) in packable]
+        yield Blocks(
+            path=path,
+            count=len(sizes),
+            bytes=max(sizes),
+            total_bytes=sum(sizes),
+            linear_parameters=sum(part.weight.numel() for part in linear),
+            linear_rows=sum(part.out_features for part in linear),
+            largest_linear=max((part.weight.numel() for part in linear), default=0),
+        )
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
