@@ -181,6 +181,8 @@ class ComponentFacts(Value):
     other_bytes: Bytes
     """What is in no block list."""
     largest_leaf_bytes: Bytes
+    largest_table_bytes: Bytes = 0
+    """The most that a module has beside its layers, e.g. a table of positions: it comes with all of it at once."""
     pinned_bytes: Bytes
     """RAM that it takes page-locked: each tensor rounded up to a power of two."""
 
@@ -227,8 +229,4 @@ class Coefficients(Value):
     @cached_property
     def fingerprint(self) -> str:
         """Tells one fit from another: name and a few digits of a hash over everything in it."""
-        # what earlier runs taught stays true: these came later, and no law depends on them
-        later = {
-            "components": {"__all__": {"blocks": {"__all__": {"linear_parameters", "linear_rows", "largest_linear"}}}}
-        }
-        return f"{self.model}-{hashlib.sha256(self.model_dump_json(exclude=later).encode()).hexdigest()[:8]}"
+        return f"{self.model}-{hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:8]}"

@@ -47,6 +47,9 @@ EXPORT_PIXELS_PER_SECOND: Final = 20e6
 TRAVELLING_LEAVES: Final = 1 * GIB
 """Page-locked at once with `low_cpu_mem_usage` beside two of the largest layers: the prototype of facts/memory.md
 showed 0.4 to 1.0 GiB in all for transformers, and for blocks one and a half of them."""
+BESIDE_TABLE: Final = 0.6
+"""Of the working memory, what there is while a module's own table is on the card: 0.44 in short clips of CogVideoX-2b,
+the only model with a large one (`pocketreel bench matrix`), rounded up."""
 RESTING: Final = tuple(Stage)
 
 
@@ -135,10 +138,9 @@ def _memory(
             nested = round(facts.nested_bytes * sizes.weights / max(facts.weight_bytes, 1))
             held, brought = _offloaded(placement, sizes, sizes.block), sizes.other + nested + blocks * sizes.block
         case Strategy.LEAF:
-            held, brought = (
-                _offloaded(placement, sizes, sizes.leaf),
-                sizes.leaf,
-            )  # with streams too: where memory peaks no layer is at work
+            # with streams too: where memory peaks no layer is at work
+            table = facts.largest_table_bytes - round((1 - BESIDE_TABLE) * working)
+            held, brought = _offloaded(placement, sizes, sizes.leaf), max(sizes.leaf, table)
         case Strategy.DISK:
             brought = sizes.other + 2 * sizes.block  # one works, the next is on its way
             held = [_weights(placement, "ram", RESTING, 2 * sizes.block + sizes.leaf)]

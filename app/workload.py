@@ -155,6 +155,10 @@ def sizes_of(
     block = facts.largest_block_bytes * weights / max(facts.weight_bytes, 1)
     # in 8 bits, what is in no block is left alone for the most part, and a layer is cast up when it works
     other, leaf = facts.other_bytes * scale, facts.largest_leaf_bytes * scale
+    if facts.class_name in FP16_KEPT and dtype != "float32" and storage_dtype is None:
+        # what float16 keeps in float32 is in the blocks: they shrink by all of it, the embedding by nothing
+        other = facts.other_bytes
+        block = facts.largest_block_bytes * (weights - other) / max(facts.weight_bytes - other, 1)
     return Sizes(weights, round(block), round(other), round(leaf), round(pinned))
 
 

@@ -62,6 +62,19 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_an_encoder_fitted_in_float16_is_known_in_bfloat16(settings: Settings) -> None:
+    """CogVideoX-2b's T5 keeps a part of its blocks in float32; 5b's is the same one, fitted in bfloat16."""
+    cards = load_catalogue(settings).models
+    of_2b, of_5b = (cards[f"cogvideox-{size}"].coefficients for size in ("2b", "5b"))
+    assert of_2b is not None
+    assert of_5b is not None
+    found = sizes_of(of_2b.components["text_encoder"], "bfloat16")
+    wanted = sizes_of(of_5b.components["text_encoder"], "bfloat16")
+    assert (found.weights, found.block, found.other) == pytest.approx(
+        (wanted.weights, wanted.block, wanted.other), rel=0.001
+    )
+
+
 def test_lists_inside_other_parts_stay_on_the_card_when_blocks_pass_through(settings: Settings) -> None:
     """1336 MiB of HunyuanVideo's denoiser: `python -m app.runtime.simulate run hunyuanvideo --strategy cpu --component
     transformer=block`; its refiner's blocks are where diffusers does not look for any."""

@@ -34,6 +34,7 @@ def inspect_component(module: torch.nn.Module, dtype: torch.dtype) -> ComponentF
         blocks=blocks,
         other_bytes=weight_bytes - sum(b.total_bytes for b in blocks),
         largest_leaf_bytes=max((_bytes(_tensors(m)) for m in module.modules() if isinstance(m, _LEAVES)), default=0),
+        largest_table_bytes=max((_own_bytes(m) for m in module.modules() if not isinstance(m, _LEAVES)), default=0),
         pinned_bytes=sum(host.pinned_size(t.numel() * t.element_size()) for t in tensors),
     )
 
@@ -63,6 +64,11 @@ def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
         if id(buffer) not in seen:
             seen.add(id(buffer))
             yield buffer
+
+
+def _own_bytes(module: torch.nn.Module) -> int:
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return _bytes([tensor for tensor in own if tensor is not None])
 
 
 def _bytes(tensors: Any) -> int:
