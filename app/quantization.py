@@ -2,7 +2,7 @@
 
 Only the matrices of the Linear layers inside a component's block lists are packed; norms, embeddings and the first and
 last layers stay as they are, because little is saved there and much lost. All methods keep the packed weights and their
-scales in plain tensors (`runtime.quantized`), so they are held, moved and streamed like any others; what is left of
+scales in plain tensors (`runtime.packed`), so they are held, moved and streamed like any others; what is left of
 known limits is in `refusal`. Pure: no torch.
 """
 
