@@ -5,6 +5,8 @@ The libraries' arithmetic unpacks them. `quantized` makes them.
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -73,13 +75,22 @@ class Packed8bit(Packed):
         return (self.weight.to(torch.float32) * (self.scale[:, None] / 127)).to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        import bitsandbytes as bnb  # noqa: PLC0415 - seconds, and an extra
-
+        bnb = _bitsandbytes()
         bias = None if self.bias is None else self.bias.to(x.dtype)
         state = bnb.MatmulLtState()
         state.CB, state.SCB, state.has_fp16_weights, state.threshold = self.weight, self.scale, False, 6.0
+        state.is_training = False  # else it computes otherwise on a CPU than on a card
         result: torch.Tensor = bnb.matmul(x, self.weight, state=state, bias=bias)
         return result
+
+
+@cache
+def _bitsandbytes() -> Any:
+    """The package, which would log at each layer of each step that activations are rounded."""
+    import bitsandbytes  # noqa: PLC0415 - seconds, and an extra
+
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    return bitsandbytes
 
 
 class PackedInt8(Packed):
