@@ -24,7 +24,6 @@ Hold = Callable[[str, Any], dict[str, Any]]
 HELD = [name for name in STRATEGIES if name != "disk"]
 SAMPLE = [
     ("gguf", "leaf_stream_low"),
-    ("gguf", "sharded"),
     ("bitsandbytes_4bit", "block_stream"),
     ("bitsandbytes_4bit", "stream"),
     ("bitsandbytes_8bit", "model_offload"),
