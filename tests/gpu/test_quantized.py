@@ -1,4 +1,4 @@
-"""On a real card: packed weights compute what the CPU computes, and are packed there alike. Run with `pytest -m gpu`."""
+"""On a real card: packed weights compute what the CPU does, and are packed there alike. Run with `pytest -m gpu`."""
 
 from __future__ import annotations
 
