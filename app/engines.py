@@ -38,7 +38,7 @@ def compare(
     if vram_bytes is not None and not gpus:
         raise InvalidRequest("There is no GPU here whose memory could be made smaller.", field="vram")
     wanted = [engine for engine in engines or Engine if gpus or engine not in WITH_STREAMS]
-    names = presets.tensor_counts(card) or {"transformer": {}}
+    names = {**(presets.tensor_counts(card) or {"transformer": {}}), **card.gguf}
     run = EngineRun(
         card=card,
         request=request,

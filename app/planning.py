@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from app import calibration, hardware, planner, presets
 from app.config import Settings
-from app.errors import InvalidRequest, PlanError, StoreError
+from app.errors import InvalidRequest, ModelNotUsable, PlanError, StoreError
 from app.planner.imagine import imagine
 from app.planner.table import Cliff, FitRow, cliffs, fit_table
 from app.resolve import resolve
@@ -118,7 +118,12 @@ class Planning:
 
     def table(self) -> tuple[FitRow, ...]:
         """Every model of the catalogue."""
-        cards = [presets.as_stored(card) for card in self.catalogue.models.values()]
+        cards = []
+        for card in self.catalogue.models.values():
+            try:
+                cards.append(presets.as_stored(card))
+            except ModelNotUsable as error:  # one damaged file must not hide all other models
+                _log.warning("left out of the table: %s: %s", card.id, error)
         return fit_table(self.hardware, [(card, self._request(card)[0]) for card in cards], self.preset, self._learned)
 
     def cliffs(self) -> tuple[str, tuple[Cliff, ...]]:

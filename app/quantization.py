@@ -2,7 +2,7 @@
 
 Only the matrices of the Linear layers inside a component's block lists are packed; norms, embeddings and the first and
 last layers stay as they are, because little is saved there and much lost. All methods keep the packed weights and their
-scales in plain tensors (`runtime.quantized`), so they are held, moved and streamed like any others; what is left of
+scales in plain tensors (`runtime.packed`), so they are held, moved and streamed like any others; what is left of
 known limits is in `refusal`. Pure: no torch.
 """
 
@@ -106,7 +106,7 @@ def missing(method: Quantization, packages: Mapping[str, str]) -> str | None:
     """Why the method cannot be used with these packages, with the line to paste; None: it can."""
     package = PACKAGES[method]
     version, oldest = packages.get(package), OLDEST[package]
-    paste = pip_install(f"'pocketreel[{package}]'")
+    paste = install_line(package)
     if version is None:
         return f"the package {package} is not installed; paste: {paste}"
     try:
@@ -115,6 +115,11 @@ def missing(method: Quantization, packages: Mapping[str, str]) -> str | None:
     except InvalidVersion:  # somebody's own build: let it show what it can
         return None
     return f"{package} {version} is older than {oldest}; paste: {paste}"
+
+
+def install_line(package: str) -> str:
+    """What to paste to get it, in the version that this program was tried with."""
+    return pip_install(f"'pocketreel[{package}]'")
 
 
 def unsupported(method: Quantization, gpu: Gpu) -> str | None:
@@ -140,7 +145,7 @@ def refusal(strategy: str, storage_dtype: str | None) -> str | None:
             "Choose another strategy"
         )
     if storage_dtype is not None:
-        return "is quantized already: casting its packed weights to 8-bit floats would make other numbers of them"
+        return "is quantized already: 8-bit floats on top would only round its scales"
     return None
 
 

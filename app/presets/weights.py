@@ -132,7 +132,8 @@ def tensor_counts(card: ModelCard) -> dict[str, dict[str, int]] | None:
     """Numbers by component and storage dtype ("F16", "BF16", "F32", ...): {"transformer": {"F16": 3_400_000}}.
 
     What a component takes once loaded is the count times the size of the dtype it is loaded in, which may differ from
-    the one on disk. None when the weights are not on this machine. Components without weights are left out.
+    the one on disk. None when the weights are not on this machine. Components without weights are left out,
+    and those that the card reads from a GGUF file (`stored.as_stored`).
 
     Raises:
         ModelNotUsable: a weights file of a folder is damaged or missing. What the Hub's cache lacks of a model can
@@ -143,6 +144,8 @@ def tensor_counts(card: ModelCard) -> dict[str, dict[str, int]] | None:
         return None
     counts: dict[str, dict[str, int]] = {}
     for component in weighted_components(folder):
+        if component in card.gguf:
+            continue
         try:
             files = weight_files(folder / component)
         except ModelNotUsable:

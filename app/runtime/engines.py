@@ -27,6 +27,7 @@ from app.events import Engine, EngineOutcome, EngineRun
 from app.runtime import pipeline, placement
 from app.runtime.control import Control
 from app.runtime.memory import StageClock, is_ram_error
+from app.runtime.packed import quantization_of
 from app.schema import Arrangement, Placement, Plan, Progress, Stage, Strategy
 
 _DENOISERS: dict[Engine, dict[str, Any]] = {
@@ -52,6 +53,7 @@ def plan_of(pipe: Any, engine: Engine, device: str, dtype: str) -> Arrangement:
             fields = {"strategy": Strategy.RESIDENT if engine is Engine.RESIDENT else Strategy.MODEL_OFFLOAD}
         elif engine is Engine.STREAM_HALF:
             fields["resident_blocks"] = sum(len(blocks) for _, blocks in placement.sharding.block_lists(module)) // 2
+        fields |= {"quantization": quantization_of(module)}
         placements.append(Placement(component=name, device=device, dtype=dtype, weight_bytes=0, **fields))
     return Arrangement(
         device=device,

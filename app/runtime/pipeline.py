@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from diffusers import DiffusionPipeline
+from huggingface_hub import hf_hub_download
 
 from app.errors import InvalidOutput, ModelNotUsable
 from app.quantization import hub_file, method_of
@@ -60,6 +61,7 @@ def load(card: ModelCard, plan: Plan) -> Any:
             source = cls.download(
                 card.repo_id, revision=card.revision, use_safetensors=True, trust_remote_code=False, **given
             )
+            _fetch_configs(card)
         parts = _parts(card, plan, Path(str(source))) if Path(str(source)).is_dir() else {}
         # dtype must be given: without it text encoders come as fp16 and the rest as fp32
         pipe = cls.from_pretrained(
@@ -136,14 +138,16 @@ def _parts(card: ModelCard, plan: Plan, folder: Path) -> dict[str, Any]:
     return parts
 
 
+def _fetch_configs(card: ModelCard) -> None:
+    """Of parts that a GGUF file replaces: the download leaves their folders out altogether."""
+    for name in card.gguf:
+        hf_hub_download(str(card.repo_id), f"{name}/config.json", revision=card.revision)
+
+
 def _gguf_file(where: str) -> Path:
     """The file on this machine, downloaded where it is named as one of the Hub."""
     on_hub = hub_file(where)
-    if on_hub is None:
-        return Path(where)
-    from huggingface_hub import hf_hub_download  # noqa: PLC0415 - seldom needed
-
-    return Path(hf_hub_download(*on_hub))
+    return Path(where if on_hub is None else hf_hub_download(*on_hub))
 
 
 def _is_quantized(component: Path) -> bool:

@@ -18,126 +18,26 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from app.errors import ModelNotUsable
 from app.quantization import NF4_BLOCK, Quantization, WhileLoading, installed, method_of, missing
 from app.runtime.checkpoint_files import CheckpointFiles, load_empty, renaming
+from app.runtime.packed import (
+    Packed,
+    Packed4bit,
+    Packed8bit,
+    PackedGguf,
+    PackedInt8,
+    quantization_of,
+    unpacked_gguf,
+)
 from app.runtime.placement.sharding import block_lists
 from app.runtime.streaming.units import castable, weights_of
 
 _CPU = torch.device("cpu")
-
-
-class Packed(torch.nn.Linear):
-    """A Linear layer whose `weight` is packed. Makes an ordinary matrix of it for each forward."""
-
-    method: ClassVar[Quantization]
-
-    def __init__(
-        self, shape: tuple[int, int], packed: torch.Tensor, scale: torch.Tensor | None, bias: torch.nn.Parameter | None
-    ) -> None:
-        """`shape` is [out_features, in_features] of the unpacked weight."""
-        torch.nn.Module.__init__(self)
-        self.out_features, self.in_features = shape
-        self.weight = torch.nn.Parameter(packed, requires_grad=False)
-        self.scale = None if scale is None else torch.nn.Parameter(scale, requires_grad=False)
-        self.register_parameter("bias", bias)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        before = None if self.scale is None else self.scale.dtype
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.scale is not None and self.scale.dtype is not before:  # `.to(bfloat16)` would round the scales
-            raise ModelNotUsable("Scales of quantized weights cannot be cast: load the model again in that type.")
-        return self
-
-    def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight as an ordinary matrix, where the packed one is."""
-        raise NotImplementedError
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.unpacked(x.dtype), bias)
-
-
-class Packed4bit(Packed):
-    """bitsandbytes, 4 bit."""
-
-    method = "bitsandbytes_4bit"
-    blocksize: int = NF4_BLOCK
-    quant_type: str = "nf4"
-
-    def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
-        import bitsandbytes.functional as bnb  # noqa: PLC0415 - seconds, and an extra
-
-        shape = torch.Size((self.out_features, self.in_features))
-        state = bnb.QuantState(
-            absmax=self.scale, shape=shape, dtype=dtype, blocksize=self.blocksize, quant_type=self.quant_type
-        )
-        matrix: torch.Tensor = bnb.dequantize_4bit(self.weight, state)
-        return matrix
-
-
-class Packed8bit(Packed):
-    """bitsandbytes, LLM.int8(): activations are rounded too, but for the outlying ones."""
-
-    method = "bitsandbytes_8bit"
-
-    def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
-        assert self.scale is not None  # noqa: S101 - for the type checker
-        return (self.weight.to(torch.float32) * (self.scale[:, None] / 127)).to(dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        import bitsandbytes as bnb  # noqa: PLC0415 - seconds, and an extra
-
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        state = bnb.MatmulLtState()
-        state.CB, state.SCB, state.has_fp16_weights, state.threshold = self.weight, self.scale, False, 6.0
-        result: torch.Tensor = bnb.matmul(x, self.weight, state=state, bias=bias)
-        return result
-
-
-class PackedInt8(Packed):
-    """torchao, 8 bit, weights only."""
-
-    method = "torchao_int8"
-
-    def _tensor(self, dtype: torch.dtype) -> Any:
-        from torchao.quantization import Int8Tensor  # noqa: PLC0415 - seconds, and an extra
-
-        return Int8Tensor(self.weight, self.scale, [1, self.in_features], dtype)
-
-    def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
-        matrix: torch.Tensor = self._tensor(dtype).dequantize()
-        return matrix
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self._tensor(x.dtype), bias)
-
-
-class PackedGguf(Packed):
-    """A matrix of a GGUF file."""
-
-    method = "gguf"
-    quant_type: Any = None
-
-    def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
-        return unpacked_gguf(self.weight, self.quant_type).to(dtype)
-
-
-def unpacked_gguf(packed: torch.Tensor, quant_type: Any) -> torch.Tensor:
-    """What diffusers' `dequantize_gguf_tensor` makes of a tensor, from a plain one: float32 or float16."""
-    from diffusers.quantizers.gguf.utils import GGML_QUANT_SIZES, dequantize_functions  # noqa: PLC0415 - an extra
-
-    block, size = GGML_QUANT_SIZES[quant_type]
-    raw = packed.detach().view(torch.uint8)
-    blocks = raw.reshape(-1, size)
-    matrix: torch.Tensor = dequantize_functions[quant_type](blocks, block, size)
-    return matrix.reshape(*raw.shape[:-1], raw.shape[-1] // size * block)
 
 
 # ----------------------------------------------------------------------------------------------------- what is packed
@@ -158,11 +58,6 @@ def layers_of(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, t
                     if type(layer) is torch.nn.Linear and id(layer.weight) in wanted and id(layer) not in seen:
                         seen.add(id(layer))
                         yield owner, name, layer
-
-
-def quantization_of(module: torch.nn.Module) -> Quantization | None:
-    """How its weights are packed; None: they are not."""
-    return next((part.method for part in module.modules() if isinstance(part, Packed)), None)
 
 
 def require(method: Quantization) -> None:
@@ -274,7 +169,9 @@ def load_stored(cls: Any, folder: Path, dtype: torch.dtype) -> Any:
             if isinstance(layer, torch.nn.Linear) and kind in names:
                 read = _read_4bit if method == "bitsandbytes_4bit" else _read_8bit
                 owner_path, _, name = path.rpartition(".")
-                module.get_submodule(owner_path)._modules[name] = read(files, path, layer)
+                packed = read(files, path, layer)
+                keeps = set(getattr(module, "_keep_in_fp32_modules", None) or ()) & set(path.split("."))
+                module.get_submodule(owner_path)._modules[name] = _ordinary(packed, dtype) if keeps else packed
         for weight in weights_of(module):
             if weight.parameter.is_meta:
                 parameter = weight.parameter
@@ -287,6 +184,14 @@ def load_stored(cls: Any, folder: Path, dtype: torch.dtype) -> Any:
     if quantization_of(module) is None:
         raise ModelNotUsable(f"{folder} says that it is quantized by {title}, but none of its weights is.")
     return module
+
+
+def _ordinary(packed: Packed, dtype: torch.dtype) -> torch.nn.Linear:
+    """Unpacked for good: T5 would cast its activations to the integers of a packed `wo`, without a word."""
+    layer = torch.nn.Linear(packed.in_features, packed.out_features, device="meta")
+    layer.weight = torch.nn.Parameter(packed.unpacked(dtype), requires_grad=False)
+    layer.register_parameter("bias", packed.bias)
+    return layer
 
 
 def _read_4bit(files: CheckpointFiles, path: str, layer: torch.nn.Linear) -> Packed:

@@ -26,11 +26,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wra
 from app.errors import PlanError
 from app.quantization import WORDS, Quantization, refusal
 from app.runtime import guard
+from app.runtime.packed import quantization_of
 from app.runtime.placement import attention, groups, sharding
 from app.runtime.placement.calls import wrap
 from app.runtime.placement.reading import Reading, SourceOf, Streaming, from_files, say_device
 from app.runtime.placement.visiting import Turn, Visitor, Visitors, Whole
-from app.runtime.quantized import quantization_of
 from app.schema import Arrangement, Placement, Strategy
 
 __all__ = ["assert_runnable", "held", "place", "place_or_fall_back", "placed", "remove", "rest", "switch"]
