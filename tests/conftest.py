@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,17 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("POCKETREEL_HOST", "POCKETREEL_PORT", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def threads_of_torch() -> Iterator[None]:
+    """What a test in this process sets them to is no matter of the next one's: some sums depend on their number."""
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch is not None else os.cpu_count() or 1
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != before:
+        torch.set_num_threads(before)
 
 
 @pytest.fixture
