@@ -122,15 +122,14 @@ def _fit_denoising(session: Session, lattice: Lattice, weights: int) -> tuple[To
         for shape in shapes:
             result = session.run(shape.model_copy(update={"guidance_scale": scale}), "latent")
             working.append(result.peak(_DEVICE, Stage.DENOISE) - weights)
-            encode = max(encode, _prompt_work(session, result) - weights)
+            encode = max(encode, _prompt_work(result) - weights)
         found[guided] = laws.fit_tokens(tokens, working)
     return found.get(True), found[False], encode
 
 
-def _prompt_work(session: Session, result: Simulation) -> int:
-    """Highest point of encoding without the VAE's part, which a picture to start from adds."""
-    if not session.family.image:
-        return result.peak(_DEVICE, Stage.ENCODE)
+def _prompt_work(result: Simulation) -> int:
+    """Highest point of the encoders' own calls. What a picture to start from adds, the noise and the tables of positions
+    depend on the size: the first is fitted apart, and the others are in the denoiser's law."""
     moments = (of for of in result.timeline if of.stage is Stage.ENCODE and of.component != "vae")
     return max(of.peak_bytes[_DEVICE] for of in moments)
 
