@@ -215,6 +215,8 @@ def _margin(
 
 def base_cost(task: Task, devices: Sequence[str]) -> Cost:
     """What a run needs whatever its placements: the worker, the frames, the context of each card used, the file."""
+    # all that an encoder says goes to the denoiser's card, and Kandinsky's says what each of its layers thought
+    passed = task.coefficients.encode_bytes if len(devices) > 1 else 0
     worker, frames = WORKER_BASE_BYTES + (CUDA_RAM_BYTES if devices else 0), task.frame_bytes
     if task.factors is not None:
         worker, frames = (round(size * task.factors.ram) for size in (worker, frames))
@@ -223,6 +225,7 @@ def base_cost(task: Task, devices: Sequence[str]) -> Cost:
         Bytes("ram", (Stage.DECODE, Stage.EXPORT), "", "frames", frames),
         *(Bytes(device, RESTING, "", "context", GPU_CONTEXT_BYTES) for device in devices),
         *(Bytes(device, RESTING, "", "rounding", SMALL_BYTES) for device in devices),
+        *(Bytes(device, (Stage.ENCODE,), "", "working", passed) for device in devices),
     )
     time = (
         Seconds(Stage.LOAD, "", "overhead", WORKER_START_SECONDS),

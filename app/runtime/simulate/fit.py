@@ -128,8 +128,8 @@ def _fit_denoising(session: Session, lattice: Lattice, weights: int) -> tuple[To
 
 
 def _prompt_work(result: Simulation) -> int:
-    """Highest point of the encoders' own calls. What a picture to start from adds, the noise and the tables of positions
-    depend on the size: the first is fitted apart, and the others are in the denoiser's law."""
+    """Highest point of the encoders' own calls. What a picture to start from adds, noise and tables of positions depend
+    on the size: the first is fitted apart, and the others are in the denoiser's law."""
     moments = (of for of in result.timeline if of.stage is Stage.ENCODE and of.component != "vae")
     return max(of.peak_bytes[_DEVICE] for of in moments)
 
