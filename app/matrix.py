@@ -67,13 +67,15 @@ class Row(NamedTuple):
     outcome: PlannedOutcome
 
     @property
+    def shares(self) -> list[float]:
+        """By how much the prediction exceeds the simulated peak, on each card that was used."""
+        predicted = self.case.plan.predicted_vram_bytes
+        return [predicted.get(device, 0) / peak - 1 for device, peak in self.outcome.vram_bytes.items() if peak]
+
+    @property
     def excess(self) -> float | None:
-        """By how much the prediction exceeds the simulated peak, as a share, on the card where it does so least."""
-        seen = self.outcome.vram_bytes
-        shares = [
-            self.case.plan.predicted_vram_bytes.get(device, 0) / peak - 1 for device, peak in seen.items() if peak
-        ]
-        return min(shares, default=None)
+        """On the card where it does so least."""
+        return min(self.shares, default=None)
 
 
 class Explored(NamedTuple):
@@ -306,7 +308,7 @@ def summary(rows: Sequence[Row]) -> Summary:
         failed=sum(row.outcome.error is not None for row in rows),
         over=sum(share < 0 for share in shares),
         median_excess=median(shares) if shares else 0.0,
-        largest_excess=max(shares, default=0.0),
+        largest_excess=max((share for row in rows if row.outcome.error is None for share in row.shares), default=0.0),
         smallest_excess=min(shares, default=0.0),
     )
 

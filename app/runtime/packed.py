@@ -6,6 +6,7 @@ The libraries' arithmetic unpacks them. `quantized` makes them.
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from functools import cache
 from typing import Any, ClassVar
 
@@ -38,12 +39,15 @@ class Packed(torch.nn.Linear):
             raise ModelNotUsable("Scales of quantized weights cannot be cast: load the model again in that type.")
         return self
 
+    @abstractmethod
     def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight as an ordinary matrix, where the packed one is."""
-        raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return self.product(x, None if self.bias is None else self.bias.to(x.dtype))
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Of the input and the weight, and the bias in the input's type."""
         return F.linear(x, self.unpacked(x.dtype), bias)
 
 
@@ -74,9 +78,8 @@ class Packed8bit(Packed):
         assert self.scale is not None  # noqa: S101 - for the type checker
         return (self.weight.to(torch.float32) * (self.scale[:, None] / 127)).to(dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         bnb = _bitsandbytes()
-        bias = None if self.bias is None else self.bias.to(x.dtype)
         state = bnb.MatmulLtState()
         state.CB, state.SCB, state.has_fp16_weights, state.threshold = self.weight, self.scale, False, 6.0
         state.is_training = False  # else it computes otherwise on a CPU than on a card
@@ -107,8 +110,7 @@ class PackedInt8(Packed):
         matrix: torch.Tensor = self._tensor(dtype).dequantize()
         return matrix
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(x, self._tensor(x.dtype), bias)
 
 
