@@ -214,8 +214,11 @@ class Coefficients(Value):
     components: dict[str, ComponentFacts] = Field(min_length=1)
     text: dict[str, TextLaw]
     """By text encoder."""
-    encode_bytes: Bytes
-    """Working memory of encoding the longest prompt (and, for its own encoder, the picture to start from)."""
+    encode_bytes: dict[str, Bytes]
+    """By component that encodes: working memory of its calls for the longest prompt (and, for its own encoder, the
+    picture to start from), with what the components before it answered."""
+    answer_bytes: Bytes
+    """What they answered takes when the last one has: it goes to the denoiser's card."""
     denoise_guided: TokenLaw | None = None
     """With guidance above 1 (some pipelines then run a batch of two); None: the model has no such argument."""
     denoise: TokenLaw

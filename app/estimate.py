@@ -75,8 +75,17 @@ class Cost(NamedTuple):
 # ---------------------------------------------------------------------------------------------------- one component
 
 
-def cost_of(task: Task, machine: Machine, placement: Placement, *, tiling: bool, sizes: Sizes | None = None) -> Cost:
-    """Memory and time of one component. `tiling` is the VAE's; `sizes` saves looking them up where they are known."""
+def cost_of(
+    task: Task,
+    machine: Machine,
+    placement: Placement,
+    devices: Sequence[str],
+    *,
+    tiling: bool,
+    sizes: Sizes | None = None,
+) -> Cost:
+    """Memory and time of one component. `devices` are all cards of the run, `tiling` is the VAE's; `sizes` saves
+    looking them up where they are known."""
     facts = task.coefficients.components[placement.component]
     if sizes is None:
         sizes = sizes_of(
@@ -92,6 +101,10 @@ def cost_of(task: Task, machine: Machine, placement: Placement, *, tiling: bool,
         working = round(working * task.factors.of_memory("ram" if placement.device == "cpu" else placement.device))
     tiles = tiling and stage is Stage.DECODE
     held, active = _memory(placement, facts, sizes, stage, working, TILED_RESERVE if tiles else WORKING_RESERVE)
+    if stage is Stage.ENCODE:
+        # the denoiser's card gets the answer, wherever it is: on others nothing else happens meanwhile
+        answer, others = task.coefficients.answer_bytes, (device for device in devices if device != placement.device)
+        active += [Bytes(device, (stage,), placement.component, "working", answer) for device in others]
     on_disk = _weights(placement, "disk", RESTING, disk_bytes(facts, task.stored.get(placement.component)))
     seconds = _learned(times(task, machine, placement, facts, sizes, tiling=tiling), task.factors)
     return Cost((*held, on_disk), tuple(active), seconds)
@@ -106,7 +119,7 @@ def _learned(parts: Iterable[Seconds], factors: Factors | None) -> tuple[Seconds
 
 def _working(task: Task, placement: Placement, facts: ComponentFacts, stage: Stage, *, tiling: bool) -> int:
     if stage is Stage.ENCODE:
-        working = task.coefficients.encode_bytes
+        working = task.coefficients.encode_bytes.get(placement.component, 0)  # some pipelines have one too many
     elif stage is Stage.DENOISE:
         working = task.denoise_bytes
     elif placement.component == "vae":
@@ -215,8 +228,6 @@ def _margin(
 
 def base_cost(task: Task, devices: Sequence[str]) -> Cost:
     """What a run needs whatever its placements: the worker, the frames, the context of each card used, the file."""
-    # all that an encoder says goes to the denoiser's card, and Kandinsky's says what each of its layers thought
-    passed = task.coefficients.encode_bytes if len(devices) > 1 else 0
     worker, frames = WORKER_BASE_BYTES + (CUDA_RAM_BYTES if devices else 0), task.frame_bytes
     if task.factors is not None:
         worker, frames = (round(size * task.factors.ram) for size in (worker, frames))
@@ -225,7 +236,6 @@ def base_cost(task: Task, devices: Sequence[str]) -> Cost:
         Bytes("ram", (Stage.DECODE, Stage.EXPORT), "", "frames", frames),
         *(Bytes(device, RESTING, "", "context", GPU_CONTEXT_BYTES) for device in devices),
         *(Bytes(device, RESTING, "", "rounding", SMALL_BYTES) for device in devices),
-        *(Bytes(device, (Stage.ENCODE,), "", "working", passed) for device in devices),
     )
     time = (
         Seconds(Stage.LOAD, "", "overhead", WORKER_START_SECONDS),
@@ -246,8 +256,9 @@ def estimate(
 ) -> Estimate:
     """Predicted bytes and seconds of a run with the model loaded anew, from parts that add up."""
     task = task_of(coefficients, request, factors, stored)
-    costs = [cost_of(task, machine, placement, tiling=tiling) for placement in placements]
-    return add_up([base_cost(task, devices_of(placements)), *costs])
+    devices = devices_of(placements)
+    costs = [cost_of(task, machine, placement, devices, tiling=tiling) for placement in placements]
+    return add_up([base_cost(task, devices), *costs])
 
 
 def devices_of(placements: Sequence[Placement]) -> tuple[str, ...]:

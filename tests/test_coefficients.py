@@ -177,7 +177,7 @@ def test_a_name_that_is_nowhere_is_told_with_file_and_line(tmp_path: Path, more:
     ("old", "new", "words"),
     [
         ('model = "from the facts"', 'modle = "x"', r':1: unknown key "modle"; .*simulate fit'),
-        ("encode_bytes = ", "encode_bytes = -", r":4: encode_bytes: .*greater than or equal to 0"),
+        ("answer_bytes = ", "answer_bytes = -", r":4: answer_bytes: .*greater than or equal to 0"),
         ("sure = true", 'sure = "yes"', r":3: sure: "),
         ("max_error = 0.012", "max_error = [", r"is not valid TOML"),
     ],

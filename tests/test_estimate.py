@@ -131,6 +131,24 @@ def test_sharded_over_two_cards_as_simulated() -> None:
     assert peaks == pytest.approx([20.4, 13.3], rel=0.04)
 
 
+def test_an_encoders_answer_is_on_each_other_card_and_its_work_only_on_its_own() -> None:
+    # Kandinsky 5 I2V on 2x8 GB: the 1.7 GB that its prompt's encoder works with were once counted on both cards
+    cards = tuple(values.gpu(index=index, uuid=str(index)) for index in (0, 1))
+    machine = speed.machine(values.hardware(gpus=cards), cards)
+    ways = {"text_encoder": "cuda:1", "text_encoder_2": "cpu", "transformer": "cuda:0", "vae": "cuda:0"}
+    strategies = {name: Strategy.CPU if on == "cpu" else Strategy.MODEL_OFFLOAD for name, on in ways.items()}
+    kandinsky = models.KANDINSKY_LITE
+    placements = [place(kandinsky, name, strategies[name], device=on) for name, on in ways.items()]
+    found = estimate(kandinsky, values.request(), placements, machine, tiling=True)
+
+    def working(device: str) -> list[int]:
+        parts = (part for part in found.memory if part.kind == "working" and part.stage is Stage.ENCODE)
+        return sorted(part.bytes for part in parts if part.memory == device)
+
+    assert working("cuda:0") == [64 * MIB]
+    assert working("cuda:1") == [kandinsky.encode_bytes["text_encoder"]]
+
+
 def test_the_context_and_the_margin_are_parts_that_torch_does_not_count() -> None:
     found = predicted(models.WAN, **WAYS["leaf"])
     outside = found.bytes("cuda:0", Stage.DENOISE) - found.bytes("cuda:0", Stage.DENOISE, allocated=True)

@@ -209,7 +209,14 @@ class _Chooser:
     def _option(self, components: tuple[str, ...], how: How, tiling: bool) -> Option:
         placements = tuple(self._placement(name, how) for name in components)
         costs = [
-            cost_of(self.task, self.machine, placement, tiling=tiling, sizes=self._sizes(placement.component, how))
+            cost_of(
+                self.task,
+                self.machine,
+                placement,
+                tuple(self.dtypes),
+                tiling=tiling,
+                sizes=self._sizes(placement.component, how),
+            )
             for placement in placements
         ]
         seconds = sum(part.seconds for cost in costs for part in cost.time)

@@ -163,5 +163,6 @@ class Search:
         """The parts of a choice; their sums are the numbers that it was chosen by."""
         placements = found.placements
         task = self._task(found.gpus)
-        costs = [cost_of(task, self.machine, placement, tiling=found.tiling) for placement in placements]
-        return add_up([base_cost(task, devices_of(placements)), *costs])
+        devices = devices_of(placements)
+        costs = [cost_of(task, self.machine, placement, devices, tiling=found.tiling) for placement in placements]
+        return add_up([base_cost(task, devices), *costs])

@@ -22,10 +22,12 @@ from app.runtime.simulate import laws
 from app.runtime.simulate.families import Family
 from app.runtime.simulate.inspection import inspect_component
 from app.runtime.simulate.run import Session, versions
-from app.runtime.simulate.values import GpuSpec, MachineSpec, Shape, Simulation
+from app.runtime.simulate.values import GpuSpec, MachineSpec, Shape
 from app.schema import Stage
 
 _DEVICE = "cuda:0"
+# the caching allocator leaves small rests unsplit, which would put jitter of up to 1 MiB a tensor into the laws
+_MACHINE = MachineSpec(gpus=(GpuSpec(),), caching_allocator=False)
 _LEAST_SIZES = 2
 """For a line."""
 
@@ -36,9 +38,7 @@ def fit(model: str | Path | Family, *, tiled: bool = True) -> Coefficients:
     Raises:
         ModelNotUsable: no such model.
     """
-    # the caching allocator leaves small rests unsplit, which would put jitter of up to 1 MiB a tensor into the laws
-    machine = MachineSpec(gpus=(GpuSpec(),), caching_allocator=False)
-    with Session(model, machine=machine) as session:
+    with Session(model, machine=_MACHINE) as session:
         facts = {
             name: inspect_component(module, _loaded_dtype(session, name))
             for name, module in session.pipe.components.items()
@@ -46,7 +46,8 @@ def fit(model: str | Path | Family, *, tiled: bool = True) -> Coefficients:
         }
         lattice = lattice_of(session.pipe)
         weights = session.machine.gpus[0].ledger.total
-        guided, plain, encode = _fit_denoising(session, lattice, weights)
+        guided, plain = _fit_denoising(session, lattice, weights)
+        encode, answer = _fit_encoding(session, lattice, weights)
         text = _fit_text(session, lattice)
         decode, encode_image = _fit_frames(session, lattice, weights, _plain)
         tile = tile_of(session.pipe.vae) if tiled else None
@@ -63,6 +64,7 @@ def fit(model: str | Path | Family, *, tiled: bool = True) -> Coefficients:
             components=facts,
             text=text,
             encode_bytes=encode,
+            answer_bytes=answer,
             denoise_guided=guided,
             denoise=plain,
             decode=decode,
@@ -109,29 +111,45 @@ def snap(session: Session, lattice: Lattice, scale: float, length: float) -> Sha
     return Shape(height=height, width=width, num_frames=frames)
 
 
-def _fit_denoising(session: Session, lattice: Lattice, weights: int) -> tuple[TokenLaw | None, TokenLaw, int]:
+def _fit_denoising(session: Session, lattice: Lattice, weights: int) -> tuple[TokenLaw | None, TokenLaw]:
     shapes = [snap(session, lattice, *factors) for factors in ((0.6, 0.4), (1, 0.5), (1, 1), (1.2, 1), (1.6, 1))]
     tokens = [lattice.tokens(s.height, s.width, s.num_frames) for s in shapes]
-    encode = 0
     found: dict[bool, TokenLaw] = {}
-    for guided in (False, True):
-        if guided and session.family.guidance_scale is None:
-            continue
-        scale = max(session.family.guidance_scale or 0, 1.5) if guided else 1.0
-        working = []
-        for shape in shapes:
-            result = session.run(shape.model_copy(update={"guidance_scale": scale}), "latent")
-            working.append(result.peak(_DEVICE, Stage.DENOISE) - weights)
-            encode = max(encode, _prompt_work(result) - weights)
-        found[guided] = laws.fit_tokens(tokens, working)
-    return found.get(True), found[False], encode
+    for guided, scale in _guidance_scales(session).items():
+        runs = [session.run(shape.model_copy(update={"guidance_scale": scale}), "latent") for shape in shapes]
+        found[guided] = laws.fit_tokens(tokens, [run.peak(_DEVICE, Stage.DENOISE) - weights for run in runs])
+    return found.get(True), found[False]
 
 
-def _prompt_work(result: Simulation) -> int:
-    """Highest point of the encoders' own calls. What a picture to start from adds, noise and tables of positions depend
-    on the size: the first is fitted apart, and the others are in the denoiser's law."""
-    moments = (of for of in result.timeline if of.stage is Stage.ENCODE and of.component != "vae")
-    return max(of.peak_bytes[_DEVICE] for of in moments)
+def _guidance_scales(session: Session) -> dict[bool, float]:
+    """Without guidance, and with it where the model knows it."""
+    usual = session.family.guidance_scale
+    return {False: 1.0} if usual is None else {False: 1.0, True: max(usual, 1.5)}
+
+
+def _fit_encoding(session: Session, lattice: Lattice, weights: int) -> tuple[dict[str, int], int]:
+    """Highest point of each encoder's own calls, and what is left after any. What a picture to start from adds, noise
+    and tables of positions depend on the size: the first is fitted apart, and the others are in the denoiser's law."""
+    smallest = snap(session, lattice, 0, 0)
+    working: dict[str, int] = {}
+    answer = 0
+    for scale in _guidance_scales(session).values():
+        for of in session.run(smallest.model_copy(update={"guidance_scale": scale}), "latent").timeline:
+            if of.stage is Stage.ENCODE and of.component != "vae":
+                peak = of.peak_bytes[_DEVICE] - weights
+                working[of.component] = max(working.get(of.component, 0), peak)
+                answer = max(answer, of.end_bytes[_DEVICE] - weights)
+    return working, answer
+
+
+def fit_encoding(model: str | Path | Family) -> tuple[dict[str, int], int]:
+    """`encode_bytes` and `answer_bytes` alone: seconds instead of minutes.
+
+    Raises:
+        ModelNotUsable: no such model.
+    """
+    with Session(model, machine=_MACHINE) as session:
+        return _fit_encoding(session, lattice_of(session.pipe), session.machine.gpus[0].ledger.total)
 
 
 def _fit_text(session: Session, lattice: Lattice) -> dict[str, TextLaw]:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from app.coefficients import Coefficients
-from app.runtime.simulate import MachineSpec, Shape, Simulation, laws, simulate
+from app.runtime.simulate import MachineSpec, Shape, Simulation, families, laws, simulate
 from app.runtime.simulate.command import main, parse_bytes
 from app.runtime.simulate.families import Family
-from app.runtime.simulate.fit import fit
+from app.runtime.simulate.fit import fit, fit_encoding
 from app.runtime.simulate.toml import to_toml
 from app.schema import Stage
 from tests.runtime.simulate import tiny
@@ -62,8 +62,35 @@ def test_components_are_described(coefficients: Coefficients) -> None:
     assert "time_embeddings" in " ".join(transformer.kept_in_fp32)
     assert transformer.pinned_bytes >= transformer.weight_bytes
     assert coefficients.text["text_encoder"].tokens == (160, 320, 640)
-    assert coefficients.encode_bytes > 0
+    assert set(coefficients.encode_bytes) == {"text_encoder", "text_encoder_2"}
+    assert 0 < coefficients.answer_bytes < max(coefficients.encode_bytes.values())
     assert set(coefficients.versions) == {"torch", "diffusers", "transformers", "accelerate"}
+
+
+def test_encoding_is_fitted_again_alone(
+    family: Family, coefficients: Coefficients, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, file = tmp_path / "model", tmp_path / "coefficients.toml"
+    folder.mkdir()
+    _write_folder(folder, family)
+    stale = coefficients.model_copy(update={"encode_bytes": {"text_encoder": 1}, "answer_bytes": 1})
+    again = ["fit", str(folder), "--size", "128x128", "--frames", "17", "--only", "encoding"]
+
+    file.write_text(to_toml(stale), "utf-8")
+    assert main([*again, "--out", str(file)]) == 0
+    encode_bytes, answer_bytes = fit_encoding(families.find(str(folder)))
+    assert answer_bytes > 1
+    anew = stale.model_copy(update={"encode_bytes": encode_bytes, "answer_bytes": answer_bytes})
+    assert file.read_text("utf-8") == to_toml(anew)
+
+    older = stale.model_copy(update={"versions": {**stale.versions, "diffusers": "0.1.0"}})
+    file.write_text(to_toml(older), "utf-8")
+    capsys.readouterr()
+    assert main([*again, "--out", str(file)]) == 2
+    assert "fit it without --only" in " ".join(capsys.readouterr().err.split())
+    assert file.read_text("utf-8") == to_toml(older)
+    assert main(again) == 2
+    assert "--out" in capsys.readouterr().err
 
 
 def test_coefficients_survive_toml(coefficients: Coefficients) -> None:
@@ -137,6 +164,7 @@ def _write_folder(folder: Path, family: Family) -> Path:
     (folder / "scheduler").mkdir()
     options = {k: v for k, v in family.scheduler.items() if k != "class"}
     (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(options))
-    index |= {"scheduler": ["diffusers", family.scheduler["class"]], "tokenizer": ["transformers", "T5TokenizerFast"]}
+    index["scheduler"] = ["diffusers", family.scheduler["class"]]
+    index |= {name: ["transformers", "T5TokenizerFast"] for name in family.tokenizers}
     (folder / "model_index.json").write_text(json.dumps(index))
     return folder
