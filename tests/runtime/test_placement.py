@@ -193,6 +193,25 @@ def test_the_built_in_models_video_is_the_same_however_it_is_held(strategy: str,
     check("kandinsky", strategy, tmp_path)
 
 
+def test_what_visits_the_second_card_leaves_it_before_blocks_compute_there() -> None:
+    """CogVideoX-2b over 6 + 12 GB: the text encoder's 9 GiB stayed beside the second half of the denoiser."""
+
+    def hold(name: str, module: Any) -> dict[str, Any]:
+        return {**VISITS, "device": TWO} if stage_of(name) is Stage.ENCODE else spread("cuda:0", TWO)(name, module)
+
+    seen: list[str] = []
+    with SimulatedMachine(gpus=[4 * GIB, 4 * GIB]):
+        pipe = FAMILIES["cogvideox"]()
+        placement.place(pipe, arrangement(pipe, hold))
+        pipe.transformer.transformer_blocks[-1].register_forward_pre_hook(
+            lambda _module, _args: seen.append(str(pipe.text_encoder.shared.weight.device))
+        )
+        frames(pipe, "cogvideox")
+        placement.remove(pipe)
+    assert seen
+    assert set(seen) == {"cpu"}
+
+
 SAMPLE = list(
     zip([family for family in FAMILIES if family not in ("kandinsky", "kandinsky_i2v")] * 3, STRATEGIES, strict=False)
 )

@@ -333,7 +333,9 @@ def _hold(
         visitors.add(device, visitor)
         exits.callback(visitor.leave)
         visitor.leave()
-    wrap(module, Turn(visitors, device, main, visitor), exits)  # last, so first at each call
+    others = {torch.device(shard.device) for shard in placement.shards} - {device}
+    turn = Turn(visitors, (device, *sorted(others, key=str)), main, visitor)
+    wrap(module, turn, exits)  # last, so first at each call
 
 
 def _subclass(cls: type[Any], main: torch.device, now: Placed) -> type[Any]:

@@ -8,7 +8,7 @@ it. Weights did not change by being used, so nothing is copied back: the copy on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -91,18 +91,21 @@ class Visitors:
 
 
 class Turn:
-    """Around each call of a component: visitors of its device leave, it comes if it is one, its arguments follow it.
+    """Around each call of a component: visitors of its devices leave, it comes if it is one, its arguments follow it.
 
-    Arguments move even on the main device: a pipeline may ask a component that rests on the CPU where it is, and send
+    `devices` are all that it works on; the first one takes its arguments, and is where it comes as a visitor. Arguments move even on the main device: a pipeline may ask a component that rests on the CPU where it is, and send
     them there. Results go back to `main`, where the pipeline computes.
     """
 
     def __init__(
-        self, visitors: Visitors, device: torch.device, main: torch.device, visitor: Visitor | None = None
+        self, visitors: Visitors, devices: Sequence[torch.device], main: torch.device, visitor: Visitor | None = None
     ) -> None:
-        self._visitors, self._device, self._main, self._visitor = visitors, device, main, visitor
+        self._visitors, self._main, self._visitor = visitors, main, visitor
+        self._device, *self._others = devices
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for other in self._others:
+            self._visitors.make_room(other, self)
         self._visitors.make_room(self._device, self, self._visitor)
         return moved(args, self._device), moved(kwargs, self._device)
 
