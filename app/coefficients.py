@@ -148,6 +148,31 @@ class TextLaw(Value):
         return self.working_bytes[-1]
 
 
+class LayersLaw(Value):
+    """Offloading by layers: what is on the card beside the working memory where memory peaks, as simulated.
+
+    The largest layer works early, when there is little else. The peak is the largest of many sums of a layer and a part
+    of the work, so what it has beside the work is convex: straight lines between simulated points are never too low.
+    """
+
+    working_bytes: tuple[Bytes, ...] = Field(min_length=1)
+    """Rising."""
+    brought_bytes: tuple[Bytes, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _paired(self) -> Self:
+        rising = all(a < b for a, b in pairwise(self.working_bytes))
+        if not rising or len(self.working_bytes) != len(self.brought_bytes):
+            raise ValueError("working_bytes must rise and have one brought_bytes each; fit the model again")
+        return self
+
+    def bytes(self, working: float, at_rest: int) -> float:
+        """Args: `at_rest`, what is brought where nothing else is there."""
+        if working >= self.working_bytes[-1]:
+            return self.brought_bytes[-1]
+        return _along((0, *self.working_bytes), (at_rest, *self.brought_bytes), working)
+
+
 class Blocks(Value):
     """A list of equal layers, e.g. `transformer_blocks`."""
 
@@ -218,7 +243,11 @@ class Coefficients(Value):
     """By component that encodes: working memory of its calls for the longest prompt (and, for its own encoder, the
     picture to start from), with what the components before it answered."""
     answer_bytes: Bytes
-    """What they answered takes when the last one has: it goes to the denoiser's card."""
+    """What they answer takes at most: it goes to the denoiser's card."""
+    kept_bytes: Bytes = 0
+    """What of it is left when decoding begins; the figures of `decode` contain it."""
+    layers: dict[str, LayersLaw] = Field(default_factory=dict)
+    """By component that encodes or denoises."""
     denoise_guided: TokenLaw | None = None
     """With guidance above 1 (some pipelines then run a batch of two); None: the model has no such argument."""
     denoise: TokenLaw

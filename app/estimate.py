@@ -1,7 +1,8 @@
 """Pure arithmetic: bytes by memory and seconds by stage of (coefficients, request, placements, machine).
 
 Memory follows the laws that the simulator confirmed (facts/memory.md): resident; model offload; block groups = what is
-in no block + n blocks, one more with a stream; leaf = the largest layer; page-locked RAM rounded up where streams pin;
+in no block + n blocks, one more with a stream; leaf = the layer that is there at the peak (`LayersLaw`; where it was
+not simulated, the largest one); page-locked RAM rounded up where streams pin;
 8-bit storage halves what is not kept in float32; packed matrices are unpacked one at a time. Time is `timing`'s. An
 estimate is nothing but the sum of its parts; of components that work one after another in a stage the largest counts.
 
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from app.coefficients import Coefficients, ComponentFacts
+from app.coefficients import Coefficients, ComponentFacts, LayersLaw
 from app.plans import MemoryKind, MemoryPart, TimePart
 from app.schema import GIB, Estimate, Factors, Placement, Request, Stage, Stored, Strategy
 from app.speed import Machine
@@ -32,24 +33,24 @@ GPU_CONTEXT_BYTES: Final = int(0.5 * GIB)
 """The CUDA context, outside of torch's own count (about 450 MiB assumed, facts/memory.md)."""
 CUDA_RAM_BYTES: Final = 1 * GIB
 """ASSUMED: RAM of the CUDA libraries once a worker uses a card."""
-WORKING_RESERVE: Final = 0.38
+WORKING_RESERVE: Final = 0.5
 """Room for fragmentation, as a share of working memory: cards of allocated peak + 15 to 31 % were the smallest on which
-simulated runs survived (facts/memory.md); with 0.30 CogVideoX did not on one of 6 GB (`pocketreel bench matrix`)."""
+simulated runs survived (facts/memory.md), but with 0.38 Wan 14B did not at 81 frames of 720p on one of 12 GB, whose
+smallest was 0.43 to 0.47 (`pocketreel bench matrix`)."""
 TILED_RESERVE: Final = 0.45
 """The same where a VAE decodes in tiles, whose sizes vary."""
+WHOLE_RESERVE: Final = 0.6
+"""The same where it decodes whole pictures: CogVideoX on one of 24 GB needed 0.53 to 0.57."""
 ROUNDING: Final = 0.02
 """The part of both that torch itself counts as allocated, since it counts whole blocks: without it `pocketreel bench
 matrix` showed 0.2 to 1.4 % more than predicted, most for short clips, where many small tensors weigh more."""
-WEIGHTS_RESERVE: Final = 0.02
-"""ASSUMED: the same for weights, whose blocks are large and stay."""
+WEIGHTS_RESERVE: Final = 0.06
+"""The same for weights: with 0.02 Wan 1.3B did not survive on one of 4 GB, nor LTX-Video 2B on one of 6 GB."""
 EXPORT_PIXELS_PER_SECOND: Final = 20e6
 """ASSUMED: coding and checking the file on the CPU."""
 TRAVELLING_LEAVES: Final = 1 * GIB
 """Page-locked at once with `low_cpu_mem_usage` beside two of the largest layers: the prototype of facts/memory.md
 showed 0.4 to 1.0 GiB in all for transformers, and for blocks one and a half of them."""
-BESIDE_TABLE: Final = 0.6
-"""Of the working memory, what there is while a module's own table is on the card: 0.44 in short clips of CogVideoX-2b,
-the only model with a large one (`pocketreel bench matrix`), rounded up."""
 RESTING: Final = tuple(Stage)
 
 
@@ -79,13 +80,13 @@ def cost_of(
     task: Task,
     machine: Machine,
     placement: Placement,
-    devices: Sequence[str],
+    denoisers: Sequence[str],
     *,
     tiling: bool,
     sizes: Sizes | None = None,
 ) -> Cost:
-    """Memory and time of one component. `devices` are all cards of the run, `tiling` is the VAE's; `sizes` saves
-    looking them up where they are known."""
+    """Memory and time of one component. `denoisers` are the cards of which one is the denoiser's, `tiling` is the
+    VAE's; `sizes` saves looking them up where they are known."""
     facts = task.coefficients.components[placement.component]
     if sizes is None:
         sizes = sizes_of(
@@ -97,13 +98,16 @@ def cost_of(
         )
     stage = stage_of(placement.component)
     working = _working(task, placement, facts, stage, tiling=tiling)
+    if placement.component == "vae" and denoisers and placement.device not in denoisers:
+        working = max(0, working - task.coefficients.kept_bytes)
     if task.factors is not None:
         working = round(working * task.factors.of_memory("ram" if placement.device == "cpu" else placement.device))
-    tiles = tiling and stage is Stage.DECODE
-    held, active = _memory(placement, facts, sizes, stage, working, TILED_RESERVE if tiles else WORKING_RESERVE)
+    of_frames = TILED_RESERVE if tiling else WHOLE_RESERVE
+    reserve = of_frames if stage is Stage.DECODE else WORKING_RESERVE
+    law = task.coefficients.layers.get(placement.component)
+    held, active = _memory(placement, facts, law, sizes, stage, working, reserve)
     if stage is Stage.ENCODE:
-        # the denoiser's card gets the answer, wherever it is: on others nothing else happens meanwhile
-        answer, others = task.coefficients.answer_bytes, (device for device in devices if device != placement.device)
+        answer, others = task.coefficients.answer_bytes, (card for card in denoisers if card != placement.device)
         active += [Bytes(device, (stage,), placement.component, "working", answer) for device in others]
     on_disk = _weights(placement, "disk", RESTING, disk_bytes(facts, task.stored.get(placement.component)))
     seconds = _learned(times(task, machine, placement, facts, sizes, tiling=tiling), task.factors)
@@ -131,7 +135,13 @@ def _working(task: Task, placement: Placement, facts: ComponentFacts, stage: Sta
 
 
 def _memory(
-    placement: Placement, facts: ComponentFacts, sizes: Sizes, stage: Stage, working: int, reserve: float
+    placement: Placement,
+    facts: ComponentFacts,
+    law: LayersLaw | None,
+    sizes: Sizes,
+    stage: Stage,
+    working: int,
+    reserve: float,
 ) -> tuple[list[Bytes], list[Bytes]]:
     device = placement.device
     while_loading = _weights(placement, "ram", (Stage.LOAD,), sizes.weights)
@@ -151,9 +161,7 @@ def _memory(
             nested = round(facts.nested_bytes * sizes.weights / max(facts.weight_bytes, 1))
             held, brought = _offloaded(placement, sizes, sizes.block), sizes.other + nested + blocks * sizes.block
         case Strategy.LEAF:
-            # with streams too: where memory peaks no layer is at work
-            table = facts.largest_table_bytes - round((1 - BESIDE_TABLE) * working)
-            held, brought = _offloaded(placement, sizes, sizes.leaf), max(sizes.leaf, table)
+            held, brought = _offloaded(placement, sizes, sizes.leaf), _brought(placement, facts, law, sizes, working)
         case Strategy.DISK:
             brought = sizes.other + 2 * sizes.block  # one works, the next is on its way
             held = [_weights(placement, "ram", RESTING, 2 * sizes.block + sizes.leaf)]
@@ -171,6 +179,16 @@ def _memory(
         active += _margin(placement, device, (stage,), working, reserve)
         active += _on_card(placement, device, (stage,), brought) if brought else []
     return held, active
+
+
+def _brought(placement: Placement, facts: ComponentFacts, law: LayersLaw | None, sizes: Sizes, working: int) -> int:
+    """What offloading by layers has on the card at the peak."""
+    largest = max(facts.largest_leaf_bytes, facts.largest_table_bytes)
+    scale = sizes.leaf / max(facts.largest_leaf_bytes, 1)  # from the number format of the fit to this one
+    if law is None:
+        return round(scale * largest)
+    at_rest = 2 * largest if placement.use_stream else largest  # the next one is on its way
+    return round(scale * law.bytes(working / scale, at_rest)) if scale else 0
 
 
 def _sharded(
@@ -256,8 +274,8 @@ def estimate(
 ) -> Estimate:
     """Predicted bytes and seconds of a run with the model loaded anew, from parts that add up."""
     task = task_of(coefficients, request, factors, stored)
-    devices = devices_of(placements)
-    costs = [cost_of(task, machine, placement, devices, tiling=tiling) for placement in placements]
+    devices, denoisers = devices_of(placements), denoisers_of(placements)
+    costs = [cost_of(task, machine, placement, denoisers, tiling=tiling) for placement in placements]
     return add_up([base_cost(task, devices), *costs])
 
 
@@ -266,6 +284,12 @@ def devices_of(placements: Sequence[Placement]) -> tuple[str, ...]:
     used = {shard.device for placement in placements for shard in placement.shards}
     used |= {placement.device for placement in placements if placement.strategy is not Strategy.CPU}
     return tuple(sorted(used - {"cpu"}))
+
+
+def denoisers_of(placements: Sequence[Placement]) -> tuple[str, ...]:
+    """The card where the pipeline computes between its components' calls; none if that is the CPU."""
+    found = {one.device for one in placements if stage_of(one.component) is Stage.DENOISE}
+    return tuple(sorted(found - {"cpu"}))
 
 
 def add_up(costs: Sequence[Cost]) -> Estimate:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from app.coefficients import Coefficients, TextLaw, TiledGrid, TokenLaw, VideoGrid
+from app.coefficients import Coefficients, LayersLaw, TextLaw, TiledGrid, TokenLaw, VideoGrid
 from app.config import Settings
 from app.errors import PresetError
 from app.presets import load_catalogue
@@ -124,6 +124,14 @@ def test_a_grid_must_be_whole_and_rise(
 ) -> None:
     with pytest.raises(ValidationError):
         VideoGrid(pixels=pixels, num_frames=frames, working_bytes=rows, max_error=0)
+
+
+def test_what_layers_bring_lies_on_lines_from_nothing_to_the_largest_work() -> None:
+    law = LayersLaw(working_bytes=(100, 300), brought_bytes=(60, 20))
+    assert [law.bytes(working, 160) for working in (0, 50, 100, 200, 300, 9000)] == [160, 110, 60, 40, 20, 20]
+    for working, brought in (((1, 2), (5,)), ((2, 1), (5, 6)), ((), ())):
+        with pytest.raises(ValidationError):
+            LayersLaw(working_bytes=working, brought_bytes=brought)
 
 
 @given(st.integers(0, 2000))

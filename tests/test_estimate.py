@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app import speed
-from app.coefficients import Coefficients
+from app.coefficients import Coefficients, LayersLaw
 from app.config import Settings
 from app.estimate import CUDA_RAM_BYTES, GPU_CONTEXT_BYTES, WORKER_BASE_BYTES, estimate
 from app.presets import load_catalogue
@@ -131,22 +131,46 @@ def test_sharded_over_two_cards_as_simulated() -> None:
     assert peaks == pytest.approx([20.4, 13.3], rel=0.04)
 
 
-def test_an_encoders_answer_is_on_each_other_card_and_its_work_only_on_its_own() -> None:
-    # Kandinsky 5 I2V on 2x8 GB: the 1.7 GB that its prompt's encoder works with were once counted on both cards
-    cards = tuple(values.gpu(index=index, uuid=str(index)) for index in (0, 1))
-    machine = speed.machine(values.hardware(gpus=cards), cards)
-    ways = {"text_encoder": "cuda:1", "text_encoder_2": "cpu", "transformer": "cuda:0", "vae": "cuda:0"}
-    strategies = {name: Strategy.CPU if on == "cpu" else Strategy.MODEL_OFFLOAD for name, on in ways.items()}
-    kandinsky = models.KANDINSKY_LITE
-    placements = [place(kandinsky, name, strategies[name], device=on) for name, on in ways.items()]
+def working_on(card: str, stage: Stage, **cards: str) -> list[int]:
+    """Working memory on a card, of Kandinsky 5 on three cards: keyword arguments say which component is where."""
+    gpus = tuple(values.gpu(index=index, uuid=str(index)) for index in (0, 1, 2))
+    machine = speed.machine(values.hardware(gpus=gpus), gpus)
+    kandinsky = models.KANDINSKY_LITE.model_copy(update={"kept_bytes": 48 * MIB})
+    on = {"text_encoder": "cpu", "text_encoder_2": "cpu", "transformer": "cuda:0", "vae": "cuda:0", **cards}
+    placements = [
+        place(kandinsky, name, Strategy.CPU if at == "cpu" else Strategy.MODEL_OFFLOAD, device=at)
+        for name, at in on.items()
+    ]
     found = estimate(kandinsky, values.request(), placements, machine, tiling=True)
+    return [p.bytes for p in found.memory if (p.memory, p.stage, p.kind) == (card, stage, "working")]
 
-    def working(device: str) -> list[int]:
-        parts = (part for part in found.memory if part.kind == "working" and part.stage is Stage.ENCODE)
-        return sorted(part.bytes for part in parts if part.memory == device)
 
-    assert working("cuda:0") == [64 * MIB]
-    assert working("cuda:1") == [kandinsky.encode_bytes["text_encoder"]]
+def test_an_encoders_answer_is_on_the_denoisers_card_and_its_work_on_its_own() -> None:
+    # Kandinsky 5 I2V on 2x8 GB: the 1.7 GB that its prompt's encoder works with were once counted on both cards
+    cards = {"text_encoder": "cuda:1", "vae": "cuda:2"}
+    assert working_on("cuda:0", Stage.ENCODE, **cards) == [64 * MIB]
+    assert working_on("cuda:1", Stage.ENCODE, **cards) == [models.KANDINSKY_LITE.encode_bytes["text_encoder"]]
+    assert working_on("cuda:2", Stage.ENCODE, **cards) == []
+
+
+def test_a_vae_on_another_card_decodes_without_the_answers_that_the_denoisers_keeps() -> None:
+    # LTX-2 on 6 + 12 GB: 1.1 GB of answers were counted beside the VAE
+    beside = working_on("cuda:0", Stage.DECODE)
+    assert working_on("cuda:1", Stage.DECODE, vae="cuda:1") == [beside[0] - 48 * MIB]
+
+
+def test_layers_bring_what_the_simulator_saw_beside_the_work() -> None:
+    law = LayersLaw(working_bytes=(64 * MIB, 8 * GIB), brought_bytes=(100 * MIB, 100 * MIB))
+    card = models.WAN.model_copy(
+        update={"coefficients": models.WAN_14B.model_copy(update={"layers": {"transformer": law}})}
+    )
+    way = WAYS["leaf stream"]
+    found, usual = (predicted(one, **way).bytes("cuda:0", Stage.DENOISE) for one in (card, models.WAN))
+    largest = models.WAN_14B.components["transformer"].largest_leaf_bytes
+    assert usual - found == pytest.approx(1.06 * (largest - 100 * MIB), abs=4)
+    in_float32 = predicted(card, **way, dtype="float32")
+    parts = [p.bytes for p in in_float32.memory if (p.memory, p.kind, p.stage) == ("cuda:0", "weights", Stage.DENOISE)]
+    assert parts == [200 * MIB]
 
 
 def test_the_context_and_the_margin_are_parts_that_torch_does_not_count() -> None:

@@ -200,7 +200,9 @@ def test_what_the_search_adds_up_is_what_the_estimate_adds_up() -> None:
         estimate = search.estimate(found)
         for (memory, stage), size in zip(found.space.slots, found.choice.bytes, strict=True):
             unused = memory.startswith("cuda") and memory not in estimate.memories
-            assert estimate.bytes(memory, stage) == (0 if unused else size)
+            # of several cards the search does not know yet which one gets the encoder's answer
+            spare = models.WAN_14B.answer_bytes if (stage, len(vram)) == (Stage.ENCODE, 2) and "cuda" in memory else 0
+            assert 0 <= (0 if unused else size) - estimate.bytes(memory, stage) <= spare
         others = estimate.seconds(Stage.EXPORT) + WORKER_START_SECONDS
         assert found.choice.seconds + others == pytest.approx(estimate.seconds())
 

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from app.coefficients import Coefficients
 from app.errors import PlanError
-from app.estimate import add_up, base_cost, cost_of, devices_of
+from app.estimate import add_up, base_cost, cost_of, denoisers_of, devices_of
 from app.planner.budget import Budget, budget_of, gpu_sets, usable_gpus, worth_using
 from app.planner.options import Space, as_bytes, space_of
 from app.planner.solve import Choice, fastest, least_over
@@ -160,9 +160,10 @@ class Search:
         return rungs
 
     def estimate(self, found: Found) -> Estimate:
-        """The parts of a choice; their sums are the numbers that it was chosen by."""
+        """The parts of a choice. Their sums are the numbers that it was chosen by, or less where several cards work:
+        while choosing, an encoder's answer is counted on each of them, as any may become the denoiser's."""
         placements = found.placements
         task = self._task(found.gpus)
-        devices = devices_of(placements)
-        costs = [cost_of(task, self.machine, placement, devices, tiling=found.tiling) for placement in placements]
+        devices, denoisers = devices_of(placements), denoisers_of(placements)
+        costs = [cost_of(task, self.machine, placement, denoisers, tiling=found.tiling) for placement in placements]
         return add_up([base_cost(task, devices), *costs])

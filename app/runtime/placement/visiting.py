@@ -93,8 +93,9 @@ class Visitors:
 class Turn:
     """Around each call of a component: visitors of its devices leave, it comes if it is one, its arguments follow it.
 
-    `devices` are all that it works on; the first one takes its arguments, and is where it comes as a visitor. Arguments move even on the main device: a pipeline may ask a component that rests on the CPU where it is, and send
-    them there. Results go back to `main`, where the pipeline computes.
+    `devices` are all that it works on; the first one takes its arguments, and is where it comes as a visitor. Arguments
+    move even on the main device: a pipeline may ask a component that rests on the CPU where it is, and send them there.
+    Results go back to `main`, where the pipeline computes.
     """
 
     def __init__(

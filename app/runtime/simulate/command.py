@@ -4,7 +4,7 @@
     python -m app.runtime.simulate run wan2.1-t2v-14b --size 832x480 --frames 81 --vram 12GiB --strategy leaf_stream
     python -m app.runtime.simulate run MODEL --vram 8GiB,12GiB --component transformer=leaf_stream@cuda:1 --json
     python -m app.runtime.simulate fit MODEL --out FILE.toml
-    python -m app.runtime.simulate fit MODEL --out FILE.toml --only encoding
+    python -m app.runtime.simulate fit MODEL --out FILE.toml --quick
     python -m app.runtime.simulate fit assets/demo --name built-in --size 96x96 --frames 33
     python -m app.runtime.simulate plans < jobs.jsonl
 
@@ -32,7 +32,7 @@ from app.coefficients import Coefficients
 from app.errors import BadInput, PocketreelError
 from app.runtime.simulate import families, planned
 from app.runtime.simulate.families import Family
-from app.runtime.simulate.fit import fit, fit_encoding
+from app.runtime.simulate.fit import fit, fit_quick
 from app.runtime.simulate.run import Session, default_shape, versions
 from app.runtime.simulate.toml import to_toml
 from app.runtime.simulate.values import ComponentSetup, GpuSpec, Hold, MachineSpec, Peak, Setup, Shape, Simulation
@@ -146,7 +146,9 @@ def _parser() -> argparse.ArgumentParser:
     fitting.add_argument("--out", type=Path, metavar="FILE")
     fitting.add_argument("--no-tiled", action="store_true", help="leave tiled decoding out: much quicker")
     fitting.add_argument(
-        "--only", choices=("encoding",), help="fit this part alone; all else stays as it stands in --out's file"
+        "--quick",
+        action="store_true",
+        help="only what takes seconds, encoding and offloading by layers; all else stays as it stands in --out's file",
     )
     fitting.add_argument("--json", action="store_true", help="JSON instead of TOML")
     fitting.set_defaults(command=_fit)
@@ -219,16 +221,15 @@ def _shares(peak: Peak) -> str:
 
 
 def _fit_again(family: Family, file: Path | None) -> Coefficients:
-    """What stands in a file, with its encoding fitted anew."""
+    """What stands in a file, with what takes seconds fitted anew."""
     if file is None:
-        raise BadInput("--only changes a file: name it with --out.")
+        raise BadInput("--quick changes a file: name it with --out.")
     with file.open("rb") as opened:
         content = tomllib.load(opened)
     here = {name: version for name, version in versions().items() if name != "accelerate"}  # takes no part in it
     if not here.items() <= content["versions"].items():
-        raise BadInput(f"{file} was fitted with {content['versions']}, here is {here}: fit it without --only.")
-    encode_bytes, answer_bytes = fit_encoding(family)
-    return Coefficients.model_validate({**content, "encode_bytes": encode_bytes, "answer_bytes": answer_bytes})
+        raise BadInput(f"{file} was fitted with {content['versions']}, here is {here}: fit it without --quick.")
+    return Coefficients.model_validate({**content, **fit_quick(family)})
 
 
 def _fit(options: argparse.Namespace) -> int:
@@ -237,7 +238,7 @@ def _fit(options: argparse.Namespace) -> int:
     shape = {"width": width, "height": height, "num_frames": options.frames or family.num_frames}
     # a folder's pipeline class tells of no size: it would be fitted around another model's, and be wrong at its own
     family = family.model_copy(update=shape)
-    if options.only is not None:
+    if options.quick:
         found = _fit_again(family, options.out)
     else:
         found = fit(family, tiled=not options.no_tiled)

@@ -2,8 +2,9 @@
 
     python -m app.runtime.simulate fit wan2.1-t2v-1.3b --out presets/models/coefficients/wan2.1-t2v-1.3b.toml
 
-Everything is measured on whole pipeline runs, resident on one simulated GPU without limit, minus the weights: so
-latents, embeddings, guidance and the scheduler's history are in the figures. Nothing is written by hand.
+Everything is measured on whole pipeline runs on one simulated GPU without limit, minus the weights that rest there: so
+latents, embeddings, guidance and the scheduler's history are in the figures. All is resident, but for what offloading
+by layers brings. Nothing is written by hand.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from app.coefficients import Coefficients, Lattice, TextLaw, TiledGrid, TokenLaw, VideoGrid
+from app.coefficients import Coefficients, Lattice, LayersLaw, TextLaw, TiledGrid, TokenLaw, VideoGrid
 from app.errors import ModelNotUsable
-from app.runtime.simulate import laws
+from app.runtime.simulate import families, laws
 from app.runtime.simulate.families import Family
 from app.runtime.simulate.inspection import inspect_component
 from app.runtime.simulate.run import Session, versions
-from app.runtime.simulate.values import GpuSpec, MachineSpec, Shape
+from app.runtime.simulate.values import ComponentSetup, GpuSpec, Hold, MachineSpec, Setup, Shape
 from app.schema import Stage
+from app.workload import stage_of
 
 _DEVICE = "cuda:0"
 # the caching allocator leaves small rests unsplit, which would put jitter of up to 1 MiB a tensor into the laws
@@ -38,7 +40,9 @@ def fit(model: str | Path | Family, *, tiled: bool = True) -> Coefficients:
     Raises:
         ModelNotUsable: no such model.
     """
-    with Session(model, machine=_MACHINE) as session:
+    family = model if isinstance(model, Family) else families.find(model)
+    quick = fit_quick(family)
+    with Session(family, machine=_MACHINE) as session:
         facts = {
             name: inspect_component(module, _loaded_dtype(session, name))
             for name, module in session.pipe.components.items()
@@ -47,7 +51,6 @@ def fit(model: str | Path | Family, *, tiled: bool = True) -> Coefficients:
         lattice = lattice_of(session.pipe)
         weights = session.machine.gpus[0].ledger.total
         guided, plain = _fit_denoising(session, lattice, weights)
-        encode, answer = _fit_encoding(session, lattice, weights)
         text = _fit_text(session, lattice)
         decode, encode_image = _fit_frames(session, lattice, weights, _plain)
         tile = tile_of(session.pipe.vae) if tiled else None
@@ -56,15 +59,14 @@ def fit(model: str | Path | Family, *, tiled: bool = True) -> Coefficients:
             session.pipe.vae.enable_tiling()
             decode_tiled, encode_tiled = _fit_frames(session, lattice, weights, _in_tiles(*tile))
         return Coefficients(
-            model=session.family.model,
-            pipeline=session.family.pipeline,
-            sure=session.family.sure,
+            model=family.model,
+            pipeline=family.pipeline,
+            sure=family.sure,
             versions=versions(),
             lattice=lattice,
             components=facts,
             text=text,
-            encode_bytes=encode,
-            answer_bytes=answer,
+            **quick,
             denoise_guided=guided,
             denoise=plain,
             decode=decode,
@@ -127,29 +129,65 @@ def _guidance_scales(session: Session) -> dict[bool, float]:
     return {False: 1.0} if usual is None else {False: 1.0, True: max(usual, 1.5)}
 
 
-def _fit_encoding(session: Session, lattice: Lattice, weights: int) -> tuple[dict[str, int], int]:
-    """Highest point of each encoder's own calls, and what is left after any. What a picture to start from adds, noise
-    and tables of positions depend on the size: the first is fitted apart, and the others are in the denoiser's law."""
-    smallest = snap(session, lattice, 0, 0)
-    working: dict[str, int] = {}
-    answer = 0
-    for scale in _guidance_scales(session).values():
-        for of in session.run(smallest.model_copy(update={"guidance_scale": scale}), "latent").timeline:
-            if of.stage is Stage.ENCODE and of.component != "vae":
-                peak = of.peak_bytes[_DEVICE] - weights
-                working[of.component] = max(working.get(of.component, 0), peak)
-                answer = max(answer, of.end_bytes[_DEVICE] - weights)
-    return working, answer
+class _Seen(NamedTuple):
+    """Of the components that encode and denoise, beside what rests on the card."""
+
+    encoding: dict[str, int]
+    """Highest point of each encoder's own calls. What a picture to start from adds, noise and tables of positions
+    depend on the size: the first is fitted apart, and the others are in the denoiser's law."""
+    answer: int
+    kept: int
+    denoising: list[int]
+    """At half of the usual size and a quarter of its length, and at the usual ones."""
 
 
-def fit_encoding(model: str | Path | Family) -> tuple[dict[str, int], int]:
-    """`encode_bytes` and `answer_bytes` alone: seconds instead of minutes.
+def _see(family: Family, setup: Setup) -> _Seen:
+    with Session(family, setup, _MACHINE) as session:
+        lattice = lattice_of(session.pipe)
+        rests = session.machine.gpus[0].ledger.total
+        smallest = snap(session, lattice, 0, 0)
+        encoding: dict[str, int] = {}
+        answer = kept = 0
+        for guided, scale in _guidance_scales(session).items():
+            for of in session.run(smallest.model_copy(update={"guidance_scale": scale}), "latent").timeline:
+                left = of.end_bytes[_DEVICE] - rests
+                if of.stage is Stage.ENCODE and of.component != "vae":
+                    encoding[of.component] = max(encoding.get(of.component, 0), of.peak_bytes[_DEVICE] - rests)
+                    answer = max(answer, left)
+                elif of.stage is Stage.DENOISE and not guided:
+                    kept = left
+        denoising = []
+        for factors in ((0.5, 0.25), (1, 1)):
+            shape = snap(session, lattice, *factors).model_copy(update={"guidance_scale": 1.0})
+            denoising.append(session.run(shape, "latent").peak(_DEVICE, Stage.DENOISE) - rests)
+        return _Seen(encoding, answer, kept, denoising)
+
+
+def fit_quick(model: str | Path | Family) -> dict[str, Any]:
+    """Fields of `Coefficients` that take seconds to fit: what encoding takes, and offloading by layers.
 
     Raises:
         ModelNotUsable: no such model.
     """
-    with Session(model, machine=_MACHINE) as session:
-        return _fit_encoding(session, lattice_of(session.pipe), session.machine.gpus[0].ledger.total)
+    family = model if isinstance(model, Family) else families.find(model)
+    whole = _see(family, Setup())
+    in_layers = ComponentSetup(hold=Hold.LEAF, use_stream=True)
+    held = {name: in_layers if stage_of(name) is not Stage.DECODE else ComponentSetup() for name in family.parts}
+    layered = _see(family, Setup(components=held))
+    points = {name: {size: layered.encoding[name] - size} for name, size in whole.encoding.items()}
+    of_denoising = {size: most - size for size, most in zip(whole.denoising, layered.denoising, strict=True)}
+    points |= {name: of_denoising for name in family.parts if stage_of(name) is Stage.DENOISE}
+    return {
+        "encode_bytes": whole.encoding,
+        "answer_bytes": whole.answer,
+        "kept_bytes": whole.kept,
+        "layers": {name: _layers(of) for name, of in points.items()},
+    }
+
+
+def _layers(points: dict[int, int]) -> LayersLaw:
+    working = sorted(points)
+    return LayersLaw(working_bytes=tuple(working), brought_bytes=tuple(max(0, points[size]) for size in working))
 
 
 def _fit_text(session: Session, lattice: Lattice) -> dict[str, TextLaw]:

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from app.coefficients import Coefficients
-from app.runtime.simulate import MachineSpec, Shape, Simulation, families, laws, simulate
+from app.runtime.simulate import MachineSpec, Shape, Simulation, laws, simulate
 from app.runtime.simulate.command import main, parse_bytes
 from app.runtime.simulate.families import Family
-from app.runtime.simulate.fit import fit, fit_encoding
+from app.runtime.simulate.fit import fit
+from app.runtime.simulate.run import Session
 from app.runtime.simulate.toml import to_toml
+from app.runtime.simulate.values import ComponentSetup, Hold, Setup
 from app.schema import Stage
 from tests.runtime.simulate import tiny
 
@@ -67,30 +69,46 @@ def test_components_are_described(coefficients: Coefficients) -> None:
     assert set(coefficients.versions) == {"torch", "diffusers", "transformers", "accelerate"}
 
 
-def test_encoding_is_fitted_again_alone(
+def test_what_takes_seconds_is_fitted_again_alone(
     family: Family, coefficients: Coefficients, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, file = tmp_path / "model", tmp_path / "coefficients.toml"
     folder.mkdir()
     _write_folder(folder, family)
-    stale = coefficients.model_copy(update={"encode_bytes": {"text_encoder": 1}, "answer_bytes": 1})
-    again = ["fit", str(folder), "--size", "128x128", "--frames", "17", "--only", "encoding"]
+    stale = coefficients.model_copy(update={"encode_bytes": {"text_encoder": 1}, "answer_bytes": 1, "layers": {}})
+    again = ["fit", str(folder), "--size", "128x128", "--frames", "17", "--quick"]
 
     file.write_text(to_toml(stale), "utf-8")
     assert main([*again, "--out", str(file)]) == 0
-    encode_bytes, answer_bytes = fit_encoding(families.find(str(folder)))
-    assert answer_bytes > 1
-    anew = stale.model_copy(update={"encode_bytes": encode_bytes, "answer_bytes": answer_bytes})
-    assert file.read_text("utf-8") == to_toml(anew)
+    found = Coefficients.model_validate(tomllib.loads(file.read_text("utf-8")))
+    anew = {"encode_bytes", "answer_bytes", "kept_bytes", "layers"}
+    kept = found.model_dump(mode="json", exclude=anew)
+    assert kept == Coefficients.model_validate(tomllib.loads(to_toml(stale))).model_dump(mode="json", exclude=anew)
+    assert found.answer_bytes > 1
+    assert set(found.layers) == {"text_encoder", "text_encoder_2", "transformer"}
 
     older = stale.model_copy(update={"versions": {**stale.versions, "diffusers": "0.1.0"}})
     file.write_text(to_toml(older), "utf-8")
     capsys.readouterr()
     assert main([*again, "--out", str(file)]) == 2
-    assert "fit it without --only" in " ".join(capsys.readouterr().err.split())
+    assert "fit it without --quick" in " ".join(capsys.readouterr().err.split())
     assert file.read_text("utf-8") == to_toml(older)
     assert main(again) == 2
     assert "--out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [NEW, Shape(height=64, width=64, num_frames=9)])
+def test_layers_take_at_most_what_their_law_says(family: Family, coefficients: Coefficients, size: Shape) -> None:
+    layer = ComponentSetup(hold=Hold.LEAF, use_stream=True)
+    setup = Setup(components={name: layer for name in family.parts if name != "vae"})
+    with Session(family, setup, MachineSpec(caching_allocator=False)) as session:
+        rests = session.machine.gpus[0].ledger.total
+        seen = session.run(size, "latent").peak("cuda:0", Stage.DENOISE) - rests
+    assert coefficients.denoise_guided is not None
+    working = coefficients.denoise_guided.bytes(coefficients.lattice.tokens(size.height, size.width, size.num_frames))
+    largest = coefficients.components["transformer"].largest_leaf_bytes
+    assert seen <= working + coefficients.layers["transformer"].bytes(working, 2 * largest) <= 1.01 * seen
+    assert coefficients.layers["transformer"].brought_bytes[-1] < largest / 2
 
 
 def test_coefficients_survive_toml(coefficients: Coefficients) -> None:
