@@ -11,11 +11,11 @@ from app.config import Settings
 from app.errors import GenerationFailed, InvalidRequest
 from app.events import WITH_STREAMS, Engine, EngineOutcome, EngineRun
 from app.planner.options import card_dtype
+from app.plans import stage_of
 from app.presets import format_bytes
 from app.resolve import resolve
 from app.schema import Draft, Stage
 from app.worker import command_line
-from app.workload import stage_of
 
 
 def compare(

@@ -16,11 +16,11 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from app.coefficients import Coefficients, ComponentFacts, LayersLaw
-from app.plans import MemoryKind, MemoryPart, TimePart
+from app.plans import MemoryKind, MemoryPart, TimePart, stage_of
 from app.schema import GIB, Estimate, Factors, Placement, Request, Stage, Stored, Strategy
 from app.speed import Machine
 from app.timing import Seconds, times
-from app.workload import Sizes, Task, disk_bytes, sizes_of, stage_of, task_of
+from app.workload import Sizes, Task, disk_bytes, sizes_of, task_of
 
 WORKER_BASE_BYTES: Final = int(0.9 * GIB)
 """A worker with torch and diffusers imported and no model: 0.75 GiB seen in a job that failed to load; rounded up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cache
 from typing import Literal
 
 from pydantic import Field
@@ -19,6 +20,14 @@ class Stage(StrEnum):
     DENOISE = "denoise"
     DECODE = "decode"
     EXPORT = "export"
+
+
+@cache  # asked for thousands of times in one table of plans
+def stage_of(component: str) -> Stage:
+    """When a component of a diffusers pipeline works."""
+    if component.startswith(("text_encoder", "image_encoder", "connectors")):
+        return Stage.ENCODE
+    return Stage.DENOISE if component.startswith(("transformer", "unet")) else Stage.DECODE
 
 
 class Strategy(StrEnum):

@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from typing import Final, Literal, NamedTuple
 
 from app.coefficients import ComponentFacts
+from app.plans import stage_of
 from app.quantization import Quantization
 from app.schema import Placement, Stage, Strategy
 from app.speed import FP32_SHARE, Machine
-from app.workload import Sizes, Task, disk_bytes, stage_of
+from app.workload import Sizes, Task, disk_bytes
 
 BLOCK_WIDTHS: Final = 14.0
 """ASSUMED: a transformer block has about 14 d**2 parameters (Wan 13.4), so its width is d, for attention's cost."""

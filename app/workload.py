@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from app.coefficients import Coefficients, ComponentFacts, VideoGrid
 from app.quantization import Quantization, Stored, itemsize, packed_bytes
-from app.schema import Factors, Request, Stage
+from app.schema import Factors, Request
 
 FRAME_COPIES: Final = 3
 """ASSUMED: float32 copies of all frames at once on the way from the VAE to the file."""
@@ -122,14 +121,6 @@ def _of_frames(size: tuple[int, int, int], *grids: VideoGrid | None) -> int:
     return max(round(grid.bytes(*size) * (1 + grid.max_error)) for grid in grids if grid is not None)
 
 
-@cache  # asked for thousands of times in one table of plans
-def stage_of(component: str) -> Stage:
-    """When a component of a diffusers pipeline works."""
-    if component.startswith(("text_encoder", "image_encoder", "connectors")):
-        return Stage.ENCODE
-    return Stage.DENOISE if component.startswith(("transformer", "unet")) else Stage.DECODE
-
-
 def sizes_of(
     facts: ComponentFacts,
     dtype: str,
@@ -155,10 +146,12 @@ def sizes_of(
     block = facts.largest_block_bytes * weights / max(facts.weight_bytes, 1)
     # in 8 bits, what is in no block is left alone for the most part, and a layer is cast up when it works
     other, leaf = facts.other_bytes * scale, facts.largest_leaf_bytes * scale
-    if facts.class_name in FP16_KEPT and dtype != "float32" and storage_dtype is None:
-        # what float16 keeps in float32 is in the blocks: they shrink by all of it, the embedding by nothing
-        other = facts.other_bytes
-        block = facts.largest_block_bytes * (weights - other) / max(facts.weight_bytes - other, 1)
+    if facts.class_name in FP16_KEPT and storage_dtype is None:
+        # what float16 keeps in float32 is in the blocks: the embedding, largest of all layers, is as wide as asked for
+        width = itemsize(dtype) / itemsize(facts.dtype)
+        other = facts.other_bytes * width
+        block = facts.largest_block_bytes * (weights - other) / max(facts.weight_bytes - facts.other_bytes, 1)
+        leaf = facts.largest_leaf_bytes * (width if facts.largest_leaf_bytes <= facts.other_bytes else scale)
     return Sizes(weights, round(block), round(other), round(leaf), round(pinned))
 
 

@@ -12,9 +12,10 @@ from app import speed
 from app.coefficients import Coefficients, LayersLaw
 from app.config import Settings
 from app.estimate import CUDA_RAM_BYTES, GPU_CONTEXT_BYTES, WORKER_BASE_BYTES, estimate
+from app.plans import stage_of
 from app.presets import load_catalogue
 from app.schema import GIB, Estimate, ModelCard, Placement, Shard, Stage, Strategy
-from app.workload import sizes_of, stage_of, task_of
+from app.workload import sizes_of, task_of
 from tests import models, values
 
 GPU = values.gpu(name="NVIDIA GeForce RTX 3060", pcie_generation=3, pcie_width=16)
@@ -62,17 +63,20 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_an_encoder_fitted_in_float16_is_known_in_bfloat16(settings: Settings) -> None:
-    """CogVideoX-2b's T5 keeps a part of its blocks in float32; 5b's is the same one, fitted in bfloat16."""
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_an_encoder_fitted_in_float16_is_known_in_others(dtype: str, settings: Settings) -> None:
+    """CogVideoX-2b's T5 keeps a part of its blocks in float32, of its embedding nothing; 5b's is the same one, fitted in
+    bfloat16."""
     cards = load_catalogue(settings).models
     of_2b, of_5b = (cards[f"cogvideox-{size}"].coefficients for size in ("2b", "5b"))
     assert of_2b is not None
     assert of_5b is not None
-    found = sizes_of(of_2b.components["text_encoder"], "bfloat16")
-    wanted = sizes_of(of_5b.components["text_encoder"], "bfloat16")
-    assert (found.weights, found.block, found.other) == pytest.approx(
-        (wanted.weights, wanted.block, wanted.other), rel=0.001
+    found = sizes_of(of_2b.components["text_encoder"], dtype)
+    wanted = sizes_of(of_5b.components["text_encoder"], dtype)
+    assert (found.weights, found.block, found.other, found.leaf) == pytest.approx(
+        (wanted.weights, wanted.block, wanted.other, wanted.leaf), rel=0.001
     )
+    assert found.leaf == 32128 * 4096 * (4 if dtype == "float32" else 2)
 
 
 def test_lists_inside_other_parts_stay_on_the_card_when_blocks_pass_through(settings: Settings) -> None:

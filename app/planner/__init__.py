@@ -20,6 +20,7 @@ from app.planner.coarse import COARSE, coarse_plan
 from app.planner.nearest import plan_error
 from app.planner.search import Found, Search
 from app.planner.words import held_words, learned_words, reasons_of, titles_of
+from app.plans import stage_of
 from app.presets import format_bytes
 from app.quantization import missing, unsupported
 from app.schema import (
@@ -34,7 +35,7 @@ from app.schema import (
     Request,
     Stage,
 )
-from app.workload import download_bytes, stage_of
+from app.workload import download_bytes
 
 __all__ = ["COARSE", "PINNED_SHARE", "RAM_FLOOR_BYTES", "plan"]
 

@@ -13,10 +13,11 @@ from operator import add
 from typing import Final, NamedTuple
 
 from app.estimate import Cost, cost_of
+from app.plans import stage_of
 from app.quantization import WORTH_PACKING_BYTES, Quantization, WhileLoading, missing, refusal, unsupported
 from app.schema import Backend, Gpu, HardwarePreset, Placement, Shard, Stage, Strategy
 from app.speed import Machine
-from app.workload import Sizes, Task, packable, sizes_of, stage_of, stored_bytes
+from app.workload import Sizes, Task, packable, sizes_of, stored_bytes
 
 FP8: Final = "float8_e4m3fn"
 GROUP_SIZES: Final = (1, 4)

@@ -11,6 +11,7 @@ from app.estimate import add_up, base_cost, cost_of, denoisers_of, devices_of
 from app.planner.budget import Budget, budget_of, gpu_sets, usable_gpus, worth_using
 from app.planner.options import Space, as_bytes, space_of
 from app.planner.solve import Choice, fastest, least_over
+from app.plans import stage_of
 from app.schema import (
     Estimate,
     Factors,
@@ -24,7 +25,7 @@ from app.schema import (
     Stage,
 )
 from app.speed import Machine, machine
-from app.workload import Task, stage_of, task_of
+from app.workload import Task, task_of
 
 RUNG_STEP: Final = 0.85
 """Each rung of the ladder has at most this share of the VRAM of the one above."""

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from app.planner.options import unused
 from app.planner.search import Found, Search
-from app.plans import Estimate
+from app.plans import Estimate, stage_of
 from app.presets import format_bytes
 from app.quantization import WORDS
 from app.schema import Factors, ModelCard, Placement, Stage, Strategy
-from app.workload import stage_of
 
 STAGE_DOING = {
     Stage.LOAD: "loading the model",

@@ -102,6 +102,10 @@ MUTATIONS: dict[str, tuple[Patch, Callable[[Path], None]]] = {
             test_traps.test_after_an_error_in_a_block_the_card_is_empty_and_the_next_video_right, "model_offload"
         ),
     ),
+    "leaving before a picture is prepared": (
+        without("prepare_latents"),
+        lambda _folder: test_placement.test_encoders_that_visit_a_card_leave_it_before_a_picture_is_prepared_there(),
+    ),
     "arguments and results over a bridge": (
         setting(visiting, "moved", lambda value, _device: value),
         in_the_matrix("cogvideox", "two_cards"),

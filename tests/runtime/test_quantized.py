@@ -251,6 +251,8 @@ def quantized_folder(place: Path, *, bits: int, nested: bool = False) -> torch.n
             )
             part.weight = new.to("cpu")
             part.bias = torch.nn.Parameter(biases[name])
+            # else a CPU with AVX512-BF16 computes in bfloat16, and refuses layers this small
+            part.support_avx512bf16_for_cpu = False
     place.mkdir()
     save_file({name: tensor.contiguous() for name, tensor in module.state_dict().items()},
               place / "diffusion_pytorch_model.safetensors")  # fmt: skip

@@ -344,6 +344,11 @@ def _subclass(cls: type[Any], main: torch.device, now: Placed) -> type[Any]:
     def refuse(*_args: Any, **_kwargs: Any) -> Any:
         raise PlanError("This pipeline is placed by a plan; `remove` it first to move or offload it otherwise.")
 
+    def prepare_latents(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # prompts are encoded by now, and a picture to start from is made as long as the video, where no Turn sees it
+        self._placed.visitors.rest()
+        return cls.prepare_latents(self, *args, **kwargs)
+
     names = ("enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload", "reset_device_map")
     return type(
         cls.__name__,
@@ -354,6 +359,7 @@ def _subclass(cls: type[Any], main: torch.device, now: Placed) -> type[Any]:
             "_execution_device": property(lambda _self: main),
             "maybe_free_model_hooks": lambda self: self._placed.visitors.rest(),
             "to": refuse,
+            **({"prepare_latents": prepare_latents} if hasattr(cls, "prepare_latents") else {}),
             **dict.fromkeys(names, refuse),
         },
     )

@@ -19,13 +19,12 @@ import torch
 
 from app.coefficients import Coefficients, Lattice, LayersLaw, TextLaw, TiledGrid, TokenLaw, VideoGrid
 from app.errors import ModelNotUsable
+from app.plans import Stage, stage_of
 from app.runtime.simulate import families, laws
 from app.runtime.simulate.families import Family
 from app.runtime.simulate.inspection import inspect_component
 from app.runtime.simulate.run import Session, versions
 from app.runtime.simulate.values import ComponentSetup, GpuSpec, Hold, MachineSpec, Setup, Shape
-from app.schema import Stage
-from app.workload import stage_of
 
 _DEVICE = "cuda:0"
 # the caching allocator leaves small rests unsplit, which would put jitter of up to 1 MiB a tensor into the laws
@@ -157,8 +156,9 @@ def _see(family: Family, setup: Setup) -> _Seen:
                 elif of.stage is Stage.DENOISE and not guided:
                     kept = left
         denoising = []
-        for factors in ((0.5, 0.25), (1, 1)):
-            shape = snap(session, lattice, *factors).model_copy(update={"guidance_scale": 1.0})
+        # both with and without guidance: what is between simulated points is predicted too high
+        for factors, scale in itertools.product(((0.5, 0.25), (1, 1)), _guidance_scales(session).values()):
+            shape = snap(session, lattice, *factors).model_copy(update={"guidance_scale": scale})
             denoising.append(session.run(shape, "latent").peak(_DEVICE, Stage.DENOISE) - rests)
         return _Seen(encoding, answer, kept, denoising)
 
