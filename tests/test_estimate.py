@@ -65,8 +65,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_an_encoder_fitted_in_float16_is_known_in_others(dtype: str, settings: Settings) -> None:
-    """CogVideoX-2b's T5 keeps a part of its blocks in float32, of its embedding nothing; 5b's is the same one, fitted in
-    bfloat16."""
+    """CogVideoX-2b's T5 keeps a part of its blocks in float32, its embedding not; 5b's is the same, in bfloat16."""
     cards = load_catalogue(settings).models
     of_2b, of_5b = (cards[f"cogvideox-{size}"].coefficients for size in ("2b", "5b"))
     assert of_2b is not None
