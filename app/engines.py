@@ -1,15 +1,19 @@
-"""`pocketreel bench offload`: ways to hold one model, compared on this machine. No torch in this process."""
+"""`pocketreel bench offload`: ways to hold one model, ours and others', compared on this machine. No torch here."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from app import hardware, presets
 from app.config import Settings
 from app.errors import GenerationFailed, InvalidRequest
-from app.events import WITH_STREAMS, Engine, EngineOutcome, EngineRun
+from app.events import ON_GPU_ONLY, OTHERS, Engine, EngineOutcome, EngineRun
 from app.planner.options import card_dtype
 from app.plans import stage_of
 from app.presets import format_bytes
@@ -25,7 +29,9 @@ def compare(
     vram_bytes: int | None = None,
     on_outcome: Callable[[EngineOutcome], None] = lambda _outcome: None,
 ) -> tuple[EngineOutcome, ...]:
-    """Make the draft's clip with each engine; on the first GPU, else on the CPU, where streams are left out.
+    """Make the draft's clip with each engine; on the first GPU, else on the CPU.
+
+    `engines` empty: all that can run here, those of other projects where they are installed.
 
     Raises:
         BadInput: an unknown model or size, a ballast without a GPU.
@@ -37,18 +43,53 @@ def compare(
     gpus = hardware.probe(settings).gpus
     if vram_bytes is not None and not gpus:
         raise InvalidRequest("There is no GPU here whose memory could be made smaller.", field="vram")
-    wanted = [engine for engine in engines or Engine if gpus or engine not in WITH_STREAMS]
+    obstacles = {engine: _obstacle(engine, has_gpu=bool(gpus)) for engine in Engine}
+    wanted = tuple(engines) or tuple(engine for engine in Engine if obstacles[engine] is None)
     names = {**(presets.tensor_counts(card) or {"transformer": {}}), **card.gguf}
-    run = EngineRun(
-        card=card,
-        request=request,
-        engines=tuple(dict.fromkeys([Engine.RESIDENT, *wanted])),
-        device="cuda:0" if gpus else "cpu",
-        dtype=card_dtype(gpus[0]) if gpus else "float32",
-        denoisers=tuple(name for name in names if stage_of(name) is Stage.DENOISE),
-        vram_bytes=vram_bytes,
-    )
-    environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpus[0].uuid} if gpus else {})}
+    outcomes: list[EngineOutcome] = []
+
+    def tell(outcome: EngineOutcome) -> None:
+        outcomes.append(outcome)
+        on_outcome(outcome)
+
+    with tempfile.TemporaryDirectory(prefix="pocketreel-engines-") as folder:
+        run = EngineRun(
+            card=card,
+            request=request,
+            engines=tuple(dict.fromkeys([Engine.RESIDENT, *(one for one in wanted if one not in OTHERS)])),
+            device="cuda:0" if gpus else "cpu",
+            dtype=card_dtype(gpus[0]) if gpus else "float32",
+            denoisers=tuple(name for name in names if stage_of(name) is Stage.DENOISE),
+            vram_bytes=vram_bytes,
+            reference=Path(folder) / "frames.npy",
+        )
+        environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpus[0].uuid} if gpus else {})}
+        able = tuple(one for one in run.engines if obstacles[one] is None)
+        ran = _run(run.model_copy(update={"engines": able}), environment, tell)
+        if ran < len(able):
+            raise GenerationFailed(f"The comparison ended early, at {able[ran]}; its message stands above.")
+        for engine in dict.fromkeys(wanted):
+            obstacle = obstacles[engine]
+            if obstacle is not None:
+                tell(EngineOutcome(engine=engine, error=obstacle))
+            elif engine in OTHERS and not _run(run.model_copy(update={"engines": (engine,)}), environment, tell):
+                tell(EngineOutcome(engine=engine, error="its process ended early; its message stands above"))
+    return tuple(outcomes)
+
+
+def _obstacle(engine: Engine, *, has_gpu: bool) -> str | None:
+    """Why it cannot run here, in words."""
+    if engine in ON_GPU_ONLY and not has_gpu:
+        return "needs a GPU, and there is none here"
+    package = OTHERS.get(engine)
+    if package is not None and importlib.util.find_spec(package.replace("-", "_")) is None:
+        return f"is not installed; paste: {sys.executable} -m pip install {package}"
+    return None
+
+
+def _run(run: EngineRun, environment: Mapping[str, str], on_outcome: Callable[[EngineOutcome], None]) -> int:
+    """In a process of its own; how many outcomes came."""
+    count = 0
     with subprocess.Popen(
         command_line("engines"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8",
         env=environment,
@@ -57,15 +98,9 @@ def compare(
         assert process.stdout is not None  # noqa: S101
         process.stdin.write(run.model_dump_json())
         process.stdin.close()
-        outcomes = []
-        for line in process.stdout:
-            outcomes.append(EngineOutcome.model_validate_json(line))
-            on_outcome(outcomes[-1])
-    if len(outcomes) < len(run.engines):
-        raise GenerationFailed(
-            f"The comparison ended early, at {run.engines[len(outcomes)]}; its message stands above."
-        )
-    return tuple(outcomes)
+        for count, line in enumerate(process.stdout, start=1):  # noqa: B007
+            on_outcome(EngineOutcome.model_validate_json(line))
+    return count
 
 
 def words(outcome: EngineOutcome) -> str:
@@ -79,5 +114,7 @@ def words(outcome: EngineOutcome) -> str:
         else ""
     )
     same = {None: "", 0: ", same frames"}.get(outcome.difference, f", frames differ by {outcome.difference} of 255")
+    pinned = f", pinned {format_bytes(outcome.pinned_bytes)}" if outcome.pinned_bytes else ""
     read = "" if not outcome.read_bytes else f", read {format_bytes(outcome.read_bytes)}"
-    return f"{outcome.engine}: {outcome.seconds:.2f} s{step}{vram}, RAM {format_bytes(outcome.ram_bytes)}{read}{same}"
+    ram = f", RAM {format_bytes(outcome.ram_bytes)}{pinned}"
+    return f"{outcome.engine}: {outcome.seconds:.2f} s{step}{vram}{ram}{read}{same}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -171,10 +171,28 @@ class Engine(StrEnum):
     STREAM_HALF = "stream_half"
     """Half of the blocks stay on the card."""
     DISK = "disk"
+    DIFFUSERS_LEAF = "diffusers_leaf"
+    """The stock `pipe.enable_group_offload`, and so on: other projects' own ways, each with its defaults."""
+    DIFFUSERS_LEAF_STREAM = "diffusers_leaf_stream"
+    ACCELERATE_MODEL = "accelerate_model"
+    ACCELERATE_SEQUENTIAL = "accelerate_sequential"
+    MMGP = "mmgp"
+    DIFFUSERS_MM = "diffusers_mm"
+    AIRCANVAS = "aircanvas"
 
 
-WITH_STREAMS = (Engine.BLOCK_STREAM, Engine.LEAF_STREAM, Engine.LEAF_STREAM_LOW)
-"""These need a GPU."""
+OTHERS: Final = {
+    Engine.DIFFUSERS_LEAF: "diffusers",
+    Engine.DIFFUSERS_LEAF_STREAM: "diffusers",
+    Engine.ACCELERATE_MODEL: "accelerate",
+    Engine.ACCELERATE_SEQUENTIAL: "accelerate",
+    Engine.MMGP: "mmgp",
+    Engine.DIFFUSERS_MM: "diffusers-mm",
+    Engine.AIRCANVAS: "aircanvas",
+}
+"""Engines of other projects, and the package that brings each. They hold whole pipelines in ways of their own, so each
+runs in a process of its own; those that are no dependency of ours are compared where somebody has installed them."""
+ON_GPU_ONLY: Final = frozenset((Engine.BLOCK_STREAM, Engine.LEAF_STREAM, Engine.LEAF_STREAM_LOW, *OTHERS))
 
 
 class EngineRun(Value):
@@ -188,6 +206,8 @@ class EngineRun(Value):
     denoisers: tuple[str, ...]
     vram_bytes: Bytes | None = None
     """Left free by a ballast; None: no ballast."""
+    reference: Path
+    """A .npy file of the frames to compare with; who finds none there writes its own."""
 
 
 class EngineOutcome(Value):
@@ -202,6 +222,8 @@ class EngineOutcome(Value):
     vram_allocated_bytes: int = 0
     vram_reserved_bytes: int = 0
     ram_bytes: Bytes = 0
+    pinned_bytes: Bytes | None = None
+    """Highest so far in the process, as PyTorch counts page-locked memory; None without a GPU."""
     read_bytes: Bytes | None = None
     difference: int | None = None
     """Largest of a pixel from the resident clip, of 255; None where there is none."""

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
+from app import engines, hardware
+from app.config import Settings
+from app.events import Engine
+from app.schema import Draft
+from tests import values
 from tests.test_cli import run
 
 
@@ -26,3 +32,43 @@ def test_what_cannot_be_compared_is_told() -> None:
     assert (unknown.returncode, "stream_half" in unknown.stderr) == (2, True)
     small = run("bench", "offload", "--vram", "8GiB")
     assert (small.returncode, "no GPU" in small.stderr) == (2, True)
+
+
+def test_what_cannot_run_here_is_told_beside_what_can() -> None:
+    ran = run(
+        "bench", "offload", "--engine", "leaf_stream", "--engine", "mmgp", "--frames", "5", "--steps", "2", "--json"
+    )
+    assert ran.returncode == 0, ran.stderr
+    errors = {one["engine"]: one["error"] for one in json.loads(ran.stdout)}
+    assert errors.pop("resident") is None
+    assert set(errors) == {"leaf_stream", "mmgp"}
+    assert all("needs a GPU" in error for error in errors.values())
+
+
+def test_an_engine_of_others_that_is_not_installed_is_named_with_the_line_to_paste(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "diffusers_mm" else object())
+    assert engines._obstacle(Engine.ACCELERATE_MODEL, has_gpu=True) is None
+    assert str(engines._obstacle(Engine.DIFFUSERS_MM, has_gpu=True)).endswith("-m pip install diffusers-mm")
+
+
+def test_an_engine_that_kills_its_process_spoils_nothing_else(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine with a card: the process of others' engines dies, ours do not notice."""
+    here = hardware.probe(settings)
+    monkeypatch.setattr(hardware, "probe", lambda _settings: here.model_copy(update={"gpus": (values.gpu(),)}))
+    alive = (
+        "import sys; from app.events import *; r = EngineRun.model_validate_json(sys.stdin.read())\n"
+        "for e in r.engines: e in OTHERS and sys.exit(9); print(EngineOutcome(engine=e).model_dump_json())"
+    )
+    monkeypatch.setattr(engines, "command_line", lambda _module: [sys.executable, "-c", alive])
+    draft = Draft(model="built-in", prompt="a red ball")
+    found = engines.compare(settings, draft, [Engine.ACCELERATE_MODEL, Engine.BLOCK])
+    assert [(one.engine, one.error is None) for one in found] == [
+        (Engine.RESIDENT, True),
+        (Engine.BLOCK, True),
+        (Engine.ACCELERATE_MODEL, False),
+    ]
+    assert "ended early" in str(found[-1].error)

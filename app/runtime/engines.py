@@ -4,15 +4,18 @@ Reads an `EngineRun` from stdin, prints an `EngineOutcome` a line. Each engine l
 clip twice; the second is measured. The frames are compared with those of `resident`, which comes first.
 
 On a large card a small one is imitated by a ballast: memory that is taken and never used, so that whatever allocates
-beyond the rest fails as it would there. Not covered: engines of other projects; a CPU has no streams, so only what runs
-without them is compared there.
+beyond the rest fails as it would there. Not covered: what an engine of another project thinks of the card's size, when
+it asks for the whole of it instead of what is free; a CPU has no streams and nothing to be offloaded from, so only our
+own ways without them are compared there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -22,9 +25,8 @@ import numpy as np
 import torch
 import transformers
 
-from app.errors import PocketreelError
-from app.events import Engine, EngineOutcome, EngineRun
-from app.runtime import pipeline, placement
+from app.events import OTHERS, Engine, EngineOutcome, EngineRun
+from app.runtime import other_engines, pipeline, placement
 from app.runtime.control import Control
 from app.runtime.memory import StageClock, is_ram_error
 from app.runtime.packed import quantization_of
@@ -64,13 +66,10 @@ def plan_of(pipe: Any, engine: Engine, device: str, dtype: str) -> Arrangement:
     )
 
 
-def compare(run: EngineRun, engine: Engine, wanted: pipeline.Pixels | None) -> tuple[EngineOutcome, pipeline.Pixels]:
-    """Make the clip with one engine, twice.
-
-    Raises:
-        PlanError: the engine cannot hold this model here.
-        torch.OutOfMemoryError: it does not fit beside the ballast.
-    """
+def load(run: EngineRun, engine: Engine) -> Any:
+    """The run's pipeline, held by `engine`. Raises as `compare`."""
+    if engine in OTHERS:
+        return other_engines.load(run, engine)
     disk = {
         name: Placement(component=name, strategy=Strategy.DISK, device=run.device, dtype=run.dtype, weight_bytes=0)
         for name in (run.denoisers if engine is Engine.DISK else ())
@@ -81,6 +80,18 @@ def compare(run: EngineRun, engine: Engine, wanted: pipeline.Pixels | None) -> t
     )  # fmt: skip
     pipe = pipeline.load(run.card, loaded)
     placement.place(pipe, plan_of(pipe, engine, run.device, run.dtype))
+    return pipe
+
+
+def compare(run: EngineRun, engine: Engine, wanted: pipeline.Pixels | None) -> tuple[EngineOutcome, pipeline.Pixels]:
+    """Make the clip with one engine, twice.
+
+    Raises:
+        PlanError: the engine cannot hold this model here.
+        ModelNotUsable: nor load it.
+        torch.OutOfMemoryError: it does not fit beside the ballast.
+    """
+    pipe = load(run, engine)
     steps: list[float] = []
 
     def on_progress(progress: Progress) -> None:
@@ -109,10 +120,12 @@ def compare(run: EngineRun, engine: Engine, wanted: pipeline.Pixels | None) -> t
         vram_allocated_bytes=max(allocated),
         vram_reserved_bytes=max(reserved),
         ram_bytes=max(report.peak_ram_bytes for report in clock.reports),
+        pinned_bytes=_pinned_bytes() if run.device.startswith("cuda") else None,
         read_bytes=sum(reads) if reads else None,
         difference=difference,
     )
-    placement.remove(pipe)
+    if engine not in OTHERS:
+        placement.remove(pipe)
     return outcome, pixels
 
 
@@ -121,23 +134,37 @@ def _finish(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
+def _pinned_bytes() -> int:
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
+
+
 def main() -> int:
     """Answer the one document on stdin; 0."""
     run = EngineRun.model_validate_json(sys.stdin.read())
+    answers = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # engines greet their users
+        for outcome in compare_all(run):
+            answers.write(outcome.model_dump_json() + "\n")
+            answers.flush()
+    return 0
+
+
+def compare_all(run: EngineRun) -> Iterator[EngineOutcome]:
+    """One after the other. Whoever is first, where there is no reference yet, is what the others are compared with."""
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     ballast = None
     if run.vram_bytes is not None:
         free, _ = torch.cuda.mem_get_info(run.device)
         ballast = torch.empty(max(0, free - run.vram_bytes), dtype=torch.uint8, device=run.device)
-    wanted: pipeline.Pixels | None = None
+    wanted: pipeline.Pixels | None = np.load(run.reference) if run.reference.is_file() else None
     for engine in run.engines:
         pixels = None
         try:
             outcome, pixels = compare(run, engine, wanted)
         except torch.OutOfMemoryError:
             outcome = EngineOutcome(engine=engine, error="does not fit on the card")
-        except (PocketreelError, RuntimeError, MemoryError) as error:
+        except Exception as error:  # noqa: BLE001 - others' engines raise what they like, and the rest shall go on
             words = "RAM ran out" if is_ram_error(error) else f"{type(error).__name__}: {error}"
             outcome = EngineOutcome(engine=engine, error=words)
         if ballast is not None and not outcome.error:
@@ -147,12 +174,13 @@ def main() -> int:
                     "vram_reserved_bytes": outcome.vram_reserved_bytes - ballast.nbytes,
                 }
             )
-        wanted = pixels if wanted is None else wanted
-        print(outcome.model_dump_json(), flush=True)  # noqa: T201 - the parent reads it
+        if wanted is None and pixels is not None:
+            wanted = pixels
+            np.save(run.reference, pixels)
+        yield outcome
         gc.collect()
         if run.device.startswith("cuda"):
             torch.cuda.empty_cache()
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,119 @@
+"""Other projects' ways to hold a pipeline, for `pocketreel bench offload`: each as its own documentation begins.
+
+    pipe = load(run, Engine.ACCELERATE_MODEL)    # as loaded by us, but held by accelerate
+
+Nothing is tuned but one thing: none may quantize, so that all compute the same numbers in the same format. mmgp and
+diffusers-mm and aircanvas are imported here only, and are no dependency. They change the process they run in (a default
+device, patched classes), so each is to have one of its own.
+
+Not covered: what each could do with settings made for a model; aircanvas for models that it has no adapter for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from app.errors import ModelNotUsable
+from app.events import Engine, EngineRun
+from app.runtime import pipeline
+from app.schema import Plan, Strategy
+
+_MMGP_PROFILE = 4
+"""`LowRAM_LowVRAM_Slow`, which it names as the default for consumer cards; without its 8-bit quantization."""
+
+
+def load(run: EngineRun, engine: Engine) -> Any:
+    """The pipeline of the run's card, held by `engine` on the run's device.
+
+    Raises:
+        ModelNotUsable: it cannot be loaded, or not by that engine.
+        ImportError: the engine is not installed.
+    """
+    if engine is Engine.AIRCANVAS:
+        return _aircanvas(run)
+    plan = Plan(device=run.device, dtype=run.dtype, strategy=Strategy.RESIDENT, placements=(), predicted_ram_bytes=0)
+    pipe = pipeline.load(run.card, plan)
+    return hold(pipe, engine, run.device, run.dtype)
+
+
+def hold(pipe: Any, engine: Engine, device: str, dtype: str) -> Any:
+    """A pipeline on the CPU, held by `engine`; the same object."""
+    _HOLD[engine](pipe, torch.device(device), getattr(torch, dtype))
+    return pipe
+
+
+def _leaf(pipe: Any, device: torch.device, _dtype: torch.dtype) -> None:
+    pipe.enable_group_offload(onload_device=device, offload_type="leaf_level")
+
+
+def _leaf_stream(pipe: Any, device: torch.device, _dtype: torch.dtype) -> None:
+    pipe.enable_group_offload(onload_device=device, offload_type="leaf_level", use_stream=True)
+
+
+def _accelerate_model(pipe: Any, device: torch.device, _dtype: torch.dtype) -> None:
+    pipe.enable_model_cpu_offload(device=device)
+
+
+def _accelerate_sequential(pipe: Any, device: torch.device, _dtype: torch.dtype) -> None:
+    pipe.enable_sequential_cpu_offload(device=device)
+
+
+def _mmgp(pipe: Any, _device: torch.device, dtype: torch.dtype) -> None:
+    offload: Any = importlib.import_module("mmgp.offload")
+    options = {"quantizeTransformer": False, "extraModelsToQuantize": [], "convertWeightsFloatTo": dtype}
+    pipe._mmgp = offload.profile(pipe, _MMGP_PROFILE, verboseLevel=0, **options)
+
+
+def _diffusers_mm(pipe: Any, device: torch.device, _dtype: torch.dtype) -> None:
+    importlib.import_module("diffusers_mm").managed(pipe, device=device)
+
+
+_HOLD: dict[Engine, Callable[[Any, torch.device, torch.dtype], None]] = {
+    Engine.DIFFUSERS_LEAF: _leaf,
+    Engine.DIFFUSERS_LEAF_STREAM: _leaf_stream,
+    Engine.ACCELERATE_MODEL: _accelerate_model,
+    Engine.ACCELERATE_SEQUENTIAL: _accelerate_sequential,
+    Engine.MMGP: _mmgp,
+    Engine.DIFFUSERS_MM: _diffusers_mm,
+}
+
+
+def _aircanvas(run: EngineRun) -> Any:
+    """It splits a checkpoint into files of its own first; they are removed when the process ends."""
+    source = str(run.card.folder or run.card.repo_id)
+    cls: Any = importlib.import_module("aircanvas").AirPipeline
+    shards = tempfile.TemporaryDirectory(prefix="pocketreel-aircanvas-")
+    try:
+        made = cls.from_pretrained(
+            source, compression=None, shard_cache=f"{shards.name}/shards", device=run.device, compute_dtype=run.dtype,
+            cache_embeddings=False,
+        )  # fmt: skip
+    except (KeyError, AttributeError, ImportError, LookupError) as error:
+        raise ModelNotUsable(f"aircanvas cannot hold this model: {type(error).__name__}: {error}") from error
+    made._shards = shards
+    return _as_pipeline(made)
+
+
+def _as_pipeline(made: Any) -> Any:
+    """aircanvas' object, which is called like a pipeline, with all else that is asked of one."""
+    inner = made.pipeline
+
+    class Held:
+        def __call__(self, **arguments: Any) -> Any:
+            return made(arguments.pop("prompt"), **arguments)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inner, name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            setattr(inner, name, value)
+
+    call: Any = Held.__call__
+    call.__signature__ = inspect.signature(type(inner).__call__)
+    return Held()
