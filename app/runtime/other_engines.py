@@ -2,11 +2,13 @@
 
     pipe = load(run, Engine.ACCELERATE_MODEL)    # as loaded by us, but held by accelerate
 
-Nothing is tuned but one thing: none may quantize, so that all compute the same numbers in the same format. mmgp and
+Nothing is tuned but one thing: none may quantize, so that all compute the same numbers in the same format. mmgp,
 diffusers-mm and aircanvas are imported here only, and are no dependency. They change the process they run in (a default
 device, patched classes), so each is to have one of its own.
 
-Not covered: what each could do with settings made for a model; aircanvas for models that it has no adapter for.
+Not covered: what each could do with settings made for a model; aircanvas for models that it has no adapter for. Version
+0.1.0 of it does not get past decoding with diffusers 0.42.1, which sends latents to where the VAE is before aircanvas
+moves that; its error is what is told then.
 """
 
 from __future__ import annotations
