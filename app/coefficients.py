@@ -153,6 +153,7 @@ class LayersLaw(Value):
 
     The largest layer works early, when there is little else. The peak is the largest of many sums of a layer and a part
     of the work, so what it has beside the work is convex: straight lines between simulated points are never too low.
+    Only as long as the work is of one kind: with guidance other parts of it are there at once, so that has its own law.
     """
 
     working_bytes: tuple[Bytes, ...] = Field(min_length=1)
@@ -247,7 +248,9 @@ class Coefficients(Value):
     kept_bytes: Bytes = 0
     """What of it is left when decoding begins; the figures of `decode` contain it."""
     layers: dict[str, LayersLaw] = Field(default_factory=dict)
-    """By component that encodes or denoises."""
+    """By component that encodes, or denoises without guidance."""
+    layers_guided: dict[str, LayersLaw] = Field(default_factory=dict)
+    """By denoiser, with guidance above 1; empty: the model has no such argument."""
     denoise_guided: TokenLaw | None = None
     """With guidance above 1 (some pipelines then run a batch of two); None: the model has no such argument."""
     denoise: TokenLaw

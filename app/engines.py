@@ -8,11 +8,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from app import hardware, presets
 from app.config import Settings
-from app.errors import GenerationFailed, InvalidRequest
+from app.errors import InvalidRequest
 from app.events import ON_GPU_ONLY, OTHERS, Engine, EngineOutcome, EngineRun
 from app.planner.options import card_dtype
 from app.plans import stage_of
@@ -35,7 +38,6 @@ def compare(
 
     Raises:
         BadInput: an unknown model or size, a ballast without a GPU.
-        GenerationFailed: the process ended early.
     """
     catalogue = presets.load_catalogue(settings)
     card = presets.find_card(catalogue, draft.model)
@@ -56,23 +58,21 @@ def compare(
         run = EngineRun(
             card=card,
             request=request,
-            engines=tuple(dict.fromkeys([Engine.RESIDENT, *(one for one in wanted if one not in OTHERS)])),
+            engines=(),
             device="cuda:0" if gpus else "cpu",
             dtype=card_dtype(gpus[0]) if gpus else "float32",
             denoisers=tuple(name for name in names if stage_of(name) is Stage.DENOISE),
             vram_bytes=vram_bytes,
             reference=Path(folder) / "frames.npy",
         )
-        environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpus[0].uuid} if gpus else {})}
-        able = tuple(one for one in run.engines if obstacles[one] is None)
-        ran = _run(run.model_copy(update={"engines": able}), environment, tell)
-        if ran < len(able):
-            raise GenerationFailed(f"The comparison ended early, at {able[ran]}; its message stands above.")
-        for engine in dict.fromkeys(wanted):
+        environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+        environment |= {"CUDA_VISIBLE_DEVICES": gpus[0].uuid} if gpus else {}
+        # each in a process of its own: what one leaves behind (blocks that PyTorch keeps) is not the next one's
+        for engine in dict.fromkeys([Engine.RESIDENT, *wanted]):
             obstacle = obstacles[engine]
             if obstacle is not None:
                 tell(EngineOutcome(engine=engine, error=obstacle))
-            elif engine in OTHERS and not _run(run.model_copy(update={"engines": (engine,)}), environment, tell):
+            elif not _run(run.model_copy(update={"engines": (engine,)}), environment, tell):
                 tell(EngineOutcome(engine=engine, error="its process ended early; its message stands above"))
     return tuple(outcomes)
 
@@ -92,14 +92,17 @@ def _run(run: EngineRun, environment: Mapping[str, str], on_outcome: Callable[[E
     count = 0
     with subprocess.Popen(
         command_line("engines"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8",
-        env=environment,
+        errors="replace", env=environment,
     ) as process:  # fmt: skip
         assert process.stdin is not None  # noqa: S101 - for the type checker
         assert process.stdout is not None  # noqa: S101
-        process.stdin.write(run.model_dump_json())
-        process.stdin.close()
-        for count, line in enumerate(process.stdout, start=1):  # noqa: B007
-            on_outcome(EngineOutcome.model_validate_json(line))
+        with suppress(OSError):  # it may be gone already
+            process.stdin.write(run.model_dump_json())
+            process.stdin.close()
+        for line in process.stdout:
+            with suppress(ValidationError):  # what somebody else writes there is no outcome
+                on_outcome(EngineOutcome.model_validate_json(line))
+                count += 1
     return count
 
 
@@ -113,7 +116,9 @@ def words(outcome: EngineOutcome) -> str:
         if outcome.vram_reserved_bytes
         else ""
     )
-    same = {None: "", 0: ", same frames"}.get(outcome.difference, f", frames differ by {outcome.difference} of 255")
+    same = {None: ", its frames are what the others' are compared with", 0: ", same frames"}.get(
+        outcome.difference, f", frames differ by {outcome.difference} of 255"
+    )
     pinned = f", pinned {format_bytes(outcome.pinned_bytes)}" if outcome.pinned_bytes else ""
     read = "" if not outcome.read_bytes else f", read {format_bytes(outcome.read_bytes)}"
     ram = f", RAM {format_bytes(outcome.ram_bytes)}{pinned}"

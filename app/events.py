@@ -223,10 +223,11 @@ class EngineOutcome(Value):
     vram_reserved_bytes: int = 0
     ram_bytes: Bytes = 0
     pinned_bytes: Bytes | None = None
-    """Highest so far in the process, as PyTorch counts page-locked memory; None without a GPU."""
+    """Page-locked at most; None without a GPU."""
     read_bytes: Bytes | None = None
     difference: int | None = None
-    """Largest of a pixel from the resident clip, of 255; None where there is none."""
+    """Largest of a pixel from the clip of the first engine that got through (`resident`, where it fits), of 255; None
+    for that one."""
 
 
 COMMANDS: TypeAdapter[Command] = TypeAdapter(Command)

@@ -53,6 +53,8 @@ class Task(NamedTuple):
     """Videos in one forward."""
     prompts: int
     """Texts to encode."""
+    guided: bool
+    """Whether the model runs with its guidance, where it has a choice."""
     denoise_bytes: int
     decode_bytes: int
     """The VAE's, the picture to start from included."""
@@ -106,6 +108,7 @@ def task_of(
         forwards=1 if batched else passes,
         batch=passes if batched else 1,
         prompts=passes,
+        guided=guided,
         denoise_bytes=round(law.bytes(tokens) * (1 + law.max_error)),
         decode_bytes=_of_frames(size, coefficients.decode, coefficients.encode_image),
         tiled_bytes=None  # nothing is saved where the picture is one tile

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,22 +54,30 @@ def test_an_engine_of_others_that_is_not_installed_is_named_with_the_line_to_pas
     assert str(engines._obstacle(Engine.DIFFUSERS_MM, has_gpu=True)).endswith("-m pip install diffusers-mm")
 
 
+@pytest.mark.parametrize("read", ["sys.stdin.read()", "sys.exit(9)"])
 def test_an_engine_that_kills_its_process_spoils_nothing_else(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, read: str
 ) -> None:
-    """As on a machine with a card: the process of others' engines dies, ours do not notice."""
+    """As on a machine with a card: one process dies, before or after it knows what to do, and the others go on."""
     here = hardware.probe(settings)
     monkeypatch.setattr(hardware, "probe", lambda _settings: here.model_copy(update={"gpus": (values.gpu(),)}))
-    alive = (
-        "import sys; from app.events import *; r = EngineRun.model_validate_json(sys.stdin.read())\n"
-        "for e in r.engines: e in OTHERS and sys.exit(9); print(EngineOutcome(engine=e).model_dump_json())"
+    program = settings.data_dir / "engine.py"
+    program.parent.mkdir(parents=True, exist_ok=True)
+    program.write_text(
+        "import os, sys\nfrom app.events import Engine, EngineOutcome, EngineRun\n"
+        f"dies = os.path.exists({str(settings.data_dir / 'second')!r})\n"
+        f"open({str(settings.data_dir / 'second')!r}, 'a').close()\n"
+        f"text = {read} if dies else sys.stdin.read()\n"
+        "run = EngineRun.model_validate_json(text)\n"
+        "if run.engines[0] is Engine.ACCELERATE_MODEL: sys.exit(9)\n"
+        "print('a greeting')\nprint(EngineOutcome(engine=run.engines[0]).model_dump_json())\n",
+        "utf-8",
     )
-    monkeypatch.setattr(engines, "command_line", lambda _module: [sys.executable, "-c", alive])
-    draft = Draft(model="built-in", prompt="a red ball")
-    found = engines.compare(settings, draft, [Engine.ACCELERATE_MODEL, Engine.BLOCK])
+    monkeypatch.setattr(engines, "command_line", lambda _module: [sys.executable, str(program)])
+    monkeypatch.setenv("PYTHONPATH", str(Path(engines.__file__).parents[1]))
+    found = engines.compare(settings, Draft(model="built-in", prompt="a red ball"), [Engine.ACCELERATE_MODEL])
     assert [(one.engine, one.error is None) for one in found] == [
         (Engine.RESIDENT, True),
-        (Engine.BLOCK, True),
         (Engine.ACCELERATE_MODEL, False),
     ]
     assert "ended early" in str(found[-1].error)

@@ -163,14 +163,15 @@ def test_a_vae_on_another_card_decodes_without_the_answers_that_the_denoisers_ke
 
 
 def test_layers_bring_what_the_simulator_saw_beside_the_work() -> None:
-    law = LayersLaw(working_bytes=(64 * MIB, 8 * GIB), brought_bytes=(100 * MIB, 100 * MIB))
-    card = models.WAN.model_copy(
-        update={"coefficients": models.WAN_14B.model_copy(update={"layers": {"transformer": law}})}
-    )
+    laws = [LayersLaw(working_bytes=(MIB, 8 * GIB), brought_bytes=(n * MIB, n * MIB)) for n in (70, 100)]
+    of_work = {"layers": {"transformer": laws[0]}, "layers_guided": {"transformer": laws[1]}}
+    card = models.WAN.model_copy(update={"coefficients": models.WAN_14B.model_copy(update=of_work)})
     way = WAYS["leaf stream"]
     found, usual = (predicted(one, **way).bytes("cuda:0", Stage.DENOISE) for one in (card, models.WAN))
     largest = models.WAN_14B.components["transformer"].largest_leaf_bytes
     assert usual - found == pytest.approx(1.06 * (largest - 100 * MIB), abs=4)
+    plain, usual = (predicted(o, **way, guidance_scale=1.0).bytes("cuda:0", Stage.DENOISE) for o in (card, models.WAN))
+    assert usual - plain == pytest.approx(1.06 * (largest - 70 * MIB), abs=4)
     in_float32 = predicted(card, **way, dtype="float32")
     parts = [p.bytes for p in in_float32.memory if (p.memory, p.kind, p.stage) == ("cuda:0", "weights", Stage.DENOISE)]
     assert parts == [200 * MIB]

@@ -11,8 +11,8 @@ own ways without them are compared there.
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -30,6 +30,7 @@ from app.runtime import other_engines, pipeline, placement
 from app.runtime.control import Control
 from app.runtime.memory import StageClock, is_ram_error
 from app.runtime.packed import quantization_of
+from app.runtime.streaming.sources import registered
 from app.schema import Arrangement, Placement, Plan, Progress, Stage, Strategy
 
 _DENOISERS: dict[Engine, dict[str, Any]] = {
@@ -135,14 +136,16 @@ def _finish(device: str) -> None:
 
 
 def _pinned_bytes() -> int:
-    return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
+    """What PyTorch page-locked at most, and what our own streams did, past its allocator."""
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)) + registered.peak
 
 
 def main() -> int:
     """Answer the one document on stdin; 0."""
     run = EngineRun.model_validate_json(sys.stdin.read())
-    answers = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):  # engines greet their users
+    # engines greet their users, and compilers that they start write where we do
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as answers:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         for outcome in compare_all(run):
             answers.write(outcome.model_dump_json() + "\n")
             answers.flush()
@@ -150,7 +153,7 @@ def main() -> int:
 
 
 def compare_all(run: EngineRun) -> Iterator[EngineOutcome]:
-    """One after the other. Whoever is first, where there is no reference yet, is what the others are compared with."""
+    """One after the other. The first to get through, where there is no reference yet, makes it."""
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     ballast = None

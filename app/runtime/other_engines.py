@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -41,42 +40,43 @@ def load(run: EngineRun, engine: Engine) -> Any:
         return _aircanvas(run)
     plan = Plan(device=run.device, dtype=run.dtype, strategy=Strategy.RESIDENT, placements=(), predicted_ram_bytes=0)
     pipe = pipeline.load(run.card, plan)
-    return hold(pipe, engine, run.device, run.dtype)
+    return hold(pipe, engine, run.device)
 
 
-def hold(pipe: Any, engine: Engine, device: str, dtype: str) -> Any:
+def hold(pipe: Any, engine: Engine, device: str) -> Any:
     """A pipeline on the CPU, held by `engine`; the same object."""
-    _HOLD[engine](pipe, torch.device(device), getattr(torch, dtype))
+    _HOLD[engine](pipe, torch.device(device))
     return pipe
 
 
-def _leaf(pipe: Any, device: torch.device, _dtype: torch.dtype) -> None:
+def _leaf(pipe: Any, device: torch.device) -> None:
     pipe.enable_group_offload(onload_device=device, offload_type="leaf_level")
 
 
-def _leaf_stream(pipe: Any, device: torch.device, _dtype: torch.dtype) -> None:
+def _leaf_stream(pipe: Any, device: torch.device) -> None:
     pipe.enable_group_offload(onload_device=device, offload_type="leaf_level", use_stream=True)
 
 
-def _accelerate_model(pipe: Any, device: torch.device, _dtype: torch.dtype) -> None:
+def _accelerate_model(pipe: Any, device: torch.device) -> None:
     pipe.enable_model_cpu_offload(device=device)
 
 
-def _accelerate_sequential(pipe: Any, device: torch.device, _dtype: torch.dtype) -> None:
+def _accelerate_sequential(pipe: Any, device: torch.device) -> None:
     pipe.enable_sequential_cpu_offload(device=device)
 
 
-def _mmgp(pipe: Any, _device: torch.device, dtype: torch.dtype) -> None:
+def _mmgp(pipe: Any, _device: torch.device) -> None:
     offload: Any = importlib.import_module("mmgp.offload")
-    options = {"quantizeTransformer": False, "extraModelsToQuantize": [], "convertWeightsFloatTo": dtype}
+    # its own default would cast what the model keeps in float32
+    options = {"quantizeTransformer": False, "extraModelsToQuantize": [], "convertWeightsFloatTo": None}
     pipe._mmgp = offload.profile(pipe, _MMGP_PROFILE, verboseLevel=0, **options)
 
 
-def _diffusers_mm(pipe: Any, device: torch.device, _dtype: torch.dtype) -> None:
+def _diffusers_mm(pipe: Any, device: torch.device) -> None:
     importlib.import_module("diffusers_mm").managed(pipe, device=device)
 
 
-_HOLD: dict[Engine, Callable[[Any, torch.device, torch.dtype], None]] = {
+_HOLD: dict[Engine, Callable[[Any, torch.device], None]] = {
     Engine.DIFFUSERS_LEAF: _leaf,
     Engine.DIFFUSERS_LEAF_STREAM: _leaf_stream,
     Engine.ACCELERATE_MODEL: _accelerate_model,
@@ -87,18 +87,20 @@ _HOLD: dict[Engine, Callable[[Any, torch.device, torch.dtype], None]] = {
 
 
 def _aircanvas(run: EngineRun) -> Any:
-    """It splits a checkpoint into files of its own first; they are removed when the process ends."""
-    source = str(run.card.folder or run.card.repo_id)
+    """It splits a checkpoint into files of its own first, beside the run's reference, whose folder is the parent's."""
+    if run.card.gguf:
+        raise ModelNotUsable("aircanvas cannot read a GGUF file.")
+    if run.card.folder is None:
+        raise ModelNotUsable("aircanvas is compared on diffusers folders only: of the Hub it would read pickled files.")
     cls: Any = importlib.import_module("aircanvas").AirPipeline
-    shards = tempfile.TemporaryDirectory(prefix="pocketreel-aircanvas-")
     try:
         made = cls.from_pretrained(
-            source, compression=None, shard_cache=f"{shards.name}/shards", device=run.device, compute_dtype=run.dtype,
-            cache_embeddings=False,
+            str(run.card.folder), compression=None, shard_cache=str(run.reference.parent / "aircanvas"),
+            device=run.device, compute_dtype=run.dtype, cache_embeddings=False,
         )  # fmt: skip
     except (KeyError, AttributeError, ImportError, LookupError) as error:
         raise ModelNotUsable(f"aircanvas cannot hold this model: {type(error).__name__}: {error}") from error
-    made._shards = shards
+    pipeline.attending_in_full(made.pipeline)
     return _as_pipeline(made)
 
 

@@ -21,7 +21,7 @@ STOCK = [engine for engine, package in OTHERS.items() if package in ("accelerate
 def held_frames(engine: Engine, family: str) -> tuple[Frames, int]:
     """The clip, and the peak on the card."""
     with SimulatedMachine(gpus=[4 * GIB]) as machine:
-        pipe = other_engines.hold(FAMILIES[family](), engine, "cuda:0", "float32")
+        pipe = other_engines.hold(FAMILIES[family](), engine, "cuda:0")
         video = frames(pipe, family)
         return video, machine.peak_bytes("cuda:0")
 

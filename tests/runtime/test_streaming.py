@@ -18,7 +18,7 @@ from torch import nn
 from app.errors import GenerationFailed, PlanError
 from app.runtime import pipeline
 from app.runtime.control import Control, Interrupted
-from app.runtime.streaming import CheckpointSource, HostBuffer, PinnedSource, stream
+from app.runtime.streaming import CheckpointSource, HostBuffer, PinnedSource, sources, stream
 from app.runtime.streaming.layout import ALIGNMENT
 from tests.runtime import families
 from tests.runtime.simulate import tiny
@@ -632,6 +632,7 @@ class Cudart:
 def test_pages_are_locked_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     cudart = Cudart(0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(sources, "registered", sources.Registered())
     size = 5 * 4096 + 100
     buffers = [HostBuffer(size, torch.device("cuda")) for _ in range(2)]
     assert [buffer.tensor.numel() for buffer in buffers] == [size, size]
@@ -646,6 +647,7 @@ def test_pages_are_locked_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> Non
     del buffers
     gc.collect()
     assert not cudart.registered, "memory that is freed may not stay registered"
+    assert (sources.registered.now, sources.registered.peak) == (0, 12 * 4096)
 
 
 def test_without_page_locking_it_works_too(monkeypatch: pytest.MonkeyPatch) -> None:

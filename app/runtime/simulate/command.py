@@ -227,8 +227,12 @@ def _fit_again(family: Family, file: Path | None) -> Coefficients:
     with file.open("rb") as opened:
         content = tomllib.load(opened)
     here = {name: version for name, version in versions().items() if name != "accelerate"}  # takes no part in it
-    if not here.items() <= content["versions"].items():
-        raise BadInput(f"{file} was fitted with {content['versions']}, here is {here}: fit it without --quick.")
+    then = content.get("versions", {})
+    if not here.items() <= then.items():
+        raise BadInput(f"{file} was fitted with {then}, here is {here}: fit it without --quick.")
+    parts = set(family.parts) - {"scheduler"}
+    if content.get("pipeline") != family.pipeline or not set(content.get("components", {})) <= parts:
+        raise BadInput(f"{file} is of another model than {family.model}: name its own file with --out.")
     return Coefficients.model_validate({**content, **fit_quick(family)})
 
 

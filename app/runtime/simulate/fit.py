@@ -136,7 +136,8 @@ class _Seen(NamedTuple):
     depend on the size: the first is fitted apart, and the others are in the denoiser's law."""
     answer: int
     kept: int
-    denoising: list[int]
+    denoising: dict[bool, list[int]]
+    """With guidance and without: the smallest size, half the sides and a quarter of the frames, the usual size."""
     """At half of the usual size and a quarter of its length, and at the usual ones."""
 
 
@@ -147,19 +148,20 @@ def _see(family: Family, setup: Setup) -> _Seen:
         smallest = snap(session, lattice, 0, 0)
         encoding: dict[str, int] = {}
         answer = kept = 0
+        denoising: dict[bool, list[int]] = {}
         for guided, scale in _guidance_scales(session).items():
-            for of in session.run(smallest.model_copy(update={"guidance_scale": scale}), "latent").timeline:
+            result = session.run(smallest.model_copy(update={"guidance_scale": scale}), "latent")
+            denoising[guided] = [result.peak(_DEVICE, Stage.DENOISE) - rests]
+            for of in result.timeline:
                 left = of.end_bytes[_DEVICE] - rests
                 if of.stage is Stage.ENCODE and of.component != "vae":
                     encoding[of.component] = max(encoding.get(of.component, 0), of.peak_bytes[_DEVICE] - rests)
                     answer = max(answer, left)
                 elif of.stage is Stage.DENOISE and not guided:
                     kept = left
-        denoising = []
-        # both with and without guidance: what is between simulated points is predicted too high
-        for factors, scale in itertools.product(((0.5, 0.25), (1, 1)), _guidance_scales(session).values()):
-            shape = snap(session, lattice, *factors).model_copy(update={"guidance_scale": scale})
-            denoising.append(session.run(shape, "latent").peak(_DEVICE, Stage.DENOISE) - rests)
+            for factors in ((0.5, 0.25), (1, 1)):
+                shape = snap(session, lattice, *factors).model_copy(update={"guidance_scale": scale})
+                denoising[guided].append(session.run(shape, "latent").peak(_DEVICE, Stage.DENOISE) - rests)
         return _Seen(encoding, answer, kept, denoising)
 
 
@@ -174,20 +176,25 @@ def fit_quick(model: str | Path | Family) -> dict[str, Any]:
     in_layers = ComponentSetup(hold=Hold.LEAF, use_stream=True)
     held = {name: in_layers if stage_of(name) is not Stage.DECODE else ComponentSetup() for name in family.parts}
     layered = _see(family, Setup(components=held))
-    points = {name: {size: layered.encoding[name] - size} for name, size in whole.encoding.items()}
-    of_denoising = {size: most - size for size, most in zip(whole.denoising, layered.denoising, strict=True)}
-    points |= {name: of_denoising for name in family.parts if stage_of(name) is Stage.DENOISE}
+    # one law each: guided and plain work of one size differ in what else is there when memory peaks
+    encoding = {name: _layers([size], [layered.encoding[name]]) for name, size in whole.encoding.items()}
+    laws = {guided: _layers(whole.denoising[guided], layered.denoising[guided]) for guided in whole.denoising}
+    denoisers = [name for name in family.parts if stage_of(name) is Stage.DENOISE]
     return {
         "encode_bytes": whole.encoding,
         "answer_bytes": whole.answer,
         "kept_bytes": whole.kept,
-        "layers": {name: _layers(of) for name, of in points.items()},
+        "layers": encoding | dict.fromkeys(denoisers, laws[False]),
+        "layers_guided": dict.fromkeys(denoisers, laws[True]) if True in laws else {},
     }
 
 
-def _layers(points: dict[int, int]) -> LayersLaw:
-    working = sorted(points)
-    return LayersLaw(working_bytes=tuple(working), brought_bytes=tuple(max(0, points[size]) for size in working))
+def _layers(whole: list[int], layered: list[int]) -> LayersLaw:
+    """From peaks at the same sizes, all on the card and in layers."""
+    points: dict[int, int] = {}
+    for size, most in zip(whole, layered, strict=True):
+        points[size] = max(points.get(size, 0), most - size)
+    return LayersLaw(working_bytes=tuple(sorted(points)), brought_bytes=tuple(points[size] for size in sorted(points)))
 
 
 def _fit_text(session: Session, lattice: Lattice) -> dict[str, TextLaw]:

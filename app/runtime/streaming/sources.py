@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -71,9 +72,10 @@ class HostBuffer:
             first = -whole.data_ptr() % page if lock else 0
             memory = whole[first : first + size]
         self.tensor = memory
-        self.pinned = lock and _register(memory, -(-size // page) * page, device)
+        whole_pages = -(-size // page) * page
+        self.pinned = lock and _register(memory, whole_pages, device)
         self.unpin: Callable[[], Any] = (
-            weakref.finalize(self, _unregister, memory.data_ptr()) if self.pinned else _nothing
+            weakref.finalize(self, _unregister, memory.data_ptr(), whole_pages) if self.pinned else _nothing
         )
 
 
@@ -92,11 +94,30 @@ def _register(memory: torch.Tensor, size: int, device: torch.device) -> bool:
     if failed:
         with contextlib.suppress(RuntimeError):  # the driver remembers the failure and blames the next kernel: be it
             torch.zeros(1, device=device)
+    else:
+        registered.add(size)
     return not failed
 
 
-def _unregister(pointer: int) -> None:
+def _unregister(pointer: int, size: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(pointer)  # type: ignore[no-untyped-call]
+    registered.add(-size)
+
+
+class Registered:
+    """Bytes that this process page-locked past PyTorch's own allocator, which knows nothing of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.now = self.peak = 0
+
+    def add(self, size: int) -> None:
+        with self._lock:
+            self.now += size
+            self.peak = max(self.peak, self.now)
+
+
+registered: Final = Registered()
 
 
 class PinnedSource:

@@ -75,13 +75,14 @@ def test_what_takes_seconds_is_fitted_again_alone(
     folder, file = tmp_path / "model", tmp_path / "coefficients.toml"
     folder.mkdir()
     _write_folder(folder, family)
-    stale = coefficients.model_copy(update={"encode_bytes": {"text_encoder": 1}, "answer_bytes": 1, "layers": {}})
+    nothing = {"encode_bytes": {"text_encoder": 1}, "answer_bytes": 1, "layers": {}, "layers_guided": {}}
+    stale = coefficients.model_copy(update=nothing)
     again = ["fit", str(folder), "--size", "128x128", "--frames", "17", "--quick"]
 
     file.write_text(to_toml(stale), "utf-8")
     assert main([*again, "--out", str(file)]) == 0
     found = Coefficients.model_validate(tomllib.loads(file.read_text("utf-8")))
-    anew = {"encode_bytes", "answer_bytes", "kept_bytes", "layers"}
+    anew = {"encode_bytes", "answer_bytes", "kept_bytes", "layers", "layers_guided"}
     kept = found.model_dump(mode="json", exclude=anew)
     assert kept == Coefficients.model_validate(tomllib.loads(to_toml(stale))).model_dump(mode="json", exclude=anew)
     assert found.answer_bytes > 1
@@ -93,22 +94,33 @@ def test_what_takes_seconds_is_fitted_again_alone(
     assert main([*again, "--out", str(file)]) == 2
     assert "fit it without --quick" in " ".join(capsys.readouterr().err.split())
     assert file.read_text("utf-8") == to_toml(older)
+    foreign = stale.model_copy(update={"pipeline": "WanPipeline"})
+    file.write_text(to_toml(foreign), "utf-8")
+    assert main([*again, "--out", str(file)]) == 2
+    assert "of another model" in " ".join(capsys.readouterr().err.split())
+    assert file.read_text("utf-8") == to_toml(foreign)
     assert main(again) == 2
     assert "--out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("guided", [True, False])
 @pytest.mark.parametrize("size", [NEW, Shape(height=64, width=64, num_frames=9)])
-def test_layers_take_at_most_what_their_law_says(family: Family, coefficients: Coefficients, size: Shape) -> None:
+def test_layers_take_at_most_what_their_law_says(
+    family: Family, coefficients: Coefficients, size: Shape, *, guided: bool
+) -> None:
     layer = ComponentSetup(hold=Hold.LEAF, use_stream=True)
     setup = Setup(components={name: layer for name in family.parts if name != "vae"})
     with Session(family, setup, MachineSpec(caching_allocator=False)) as session:
         rests = session.machine.gpus[0].ledger.total
-        seen = session.run(size, "latent").peak("cuda:0", Stage.DENOISE) - rests
-    assert coefficients.denoise_guided is not None
-    working = coefficients.denoise_guided.bytes(coefficients.lattice.tokens(size.height, size.width, size.num_frames))
+        scale = {} if guided else {"guidance_scale": 1.0}
+        seen = session.run(size.model_copy(update=scale), "latent").peak("cuda:0", Stage.DENOISE) - rests
+    law = coefficients.denoise_guided if guided else coefficients.denoise
+    layers = (coefficients.layers_guided if guided else coefficients.layers)["transformer"]
+    assert law is not None
+    working = law.bytes(coefficients.lattice.tokens(size.height, size.width, size.num_frames))
     largest = coefficients.components["transformer"].largest_leaf_bytes
-    assert seen <= working + coefficients.layers["transformer"].bytes(working, 2 * largest) <= 1.01 * seen
-    assert coefficients.layers["transformer"].brought_bytes[-1] < largest / 2
+    assert seen <= working + layers.bytes(working, 2 * largest) <= 1.01 * seen
+    assert layers.brought_bytes[-1] < largest / 2
 
 
 def test_coefficients_survive_toml(coefficients: Coefficients) -> None:
