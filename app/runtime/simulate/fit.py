@@ -159,10 +159,28 @@ def _see(family: Family, setup: Setup) -> _Seen:
                     answer = max(answer, left)
                 elif of.stage is Stage.DENOISE and not guided:
                     kept = left
-            for factors in ((0.5, 0.25), (1, 1)):
-                shape = snap(session, lattice, *factors).model_copy(update={"guidance_scale": scale})
-                denoising[guided].append(session.run(shape, "latent").peak(_DEVICE, Stage.DENOISE) - rests)
+            denoising[guided] += _denoising(session, scale, ((0.5, 0.25), (1, 1)))
         return _Seen(encoding, answer, kept, denoising)
+
+
+def _denoising(session: Session, scale: float, sizes: tuple[tuple[float, float], ...]) -> list[int]:
+    """Peaks beside what rests on the card, with that guidance, at parts of the usual sides and length."""
+    rests = session.machine.gpus[0].ledger.total
+    found = []
+    for factors in sizes:
+        shape = snap(session, lattice_of(session.pipe), *factors).model_copy(update={"guidance_scale": scale})
+        found.append(session.run(shape, "latent").peak(_DEVICE, Stage.DENOISE) - rests)
+    return found
+
+
+_BEND = 0.1
+"""Of the work at the second largest size. Where layers bring that much less at the largest one, a straight line between
+the two is too high by up to as much, and sizes between are simulated too."""
+
+
+def _bends(whole: list[int], layered: list[int]) -> bool:
+    (second, brought), (_, last) = [(size, most - size) for size, most in zip(whole, layered, strict=True)][-2:]
+    return brought - last > _BEND * second
 
 
 def fit_quick(model: str | Path | Family) -> dict[str, Any]:
@@ -172,10 +190,15 @@ def fit_quick(model: str | Path | Family) -> dict[str, Any]:
         ModelNotUsable: no such model.
     """
     family = model if isinstance(model, Family) else families.find(model)
-    whole = _see(family, Setup())
     in_layers = ComponentSetup(hold=Hold.LEAF, use_stream=True)
     held = {name: in_layers if stage_of(name) is not Stage.DECODE else ComponentSetup() for name in family.parts}
-    layered = _see(family, Setup(components=held))
+    setups = (Setup(), Setup(components=held))
+    whole, layered = (_see(family, setup) for setup in setups)
+    if any(_bends(whole.denoising[guided], layered.denoising[guided]) for guided in whole.denoising):
+        for seen, setup in zip((whole, layered), setups, strict=True):
+            with Session(family, setup, _MACHINE) as session:
+                for guided, scale in _guidance_scales(session).items():
+                    seen.denoising[guided].extend(_denoising(session, scale, ((0.5, 0.5), (0.75, 0.5))))
     # one law each: guided and plain work of one size differ in what else is there when memory peaks
     encoding = {name: _layers([size], [layered.encoding[name]]) for name, size in whole.encoding.items()}
     laws = {guided: _layers(whole.denoising[guided], layered.denoising[guided]) for guided in whole.denoising}
