@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -49,16 +48,11 @@ def compare(
     wanted = tuple(engines) or tuple(engine for engine in Engine if obstacles[engine] is None)
     names = {**(presets.tensor_counts(card) or {"transformer": {}}), **card.gguf}
     outcomes: list[EngineOutcome] = []
-
-    def tell(outcome: EngineOutcome) -> None:
-        outcomes.append(outcome)
-        on_outcome(outcome)
-
     with tempfile.TemporaryDirectory(prefix="pocketreel-engines-") as folder:
         run = EngineRun(
             card=card,
             request=request,
-            engines=(),
+            engine=Engine.RESIDENT,
             device="cuda:0" if gpus else "cpu",
             dtype=card_dtype(gpus[0]) if gpus else "float32",
             denoisers=tuple(name for name in names if stage_of(name) is Stage.DENOISE),
@@ -70,10 +64,13 @@ def compare(
         # each in a process of its own: what one leaves behind (blocks that PyTorch keeps) is not the next one's
         for engine in dict.fromkeys([Engine.RESIDENT, *wanted]):
             obstacle = obstacles[engine]
-            if obstacle is not None:
-                tell(EngineOutcome(engine=engine, error=obstacle))
-            elif not _run(run.model_copy(update={"engines": (engine,)}), environment, tell):
-                tell(EngineOutcome(engine=engine, error="its process ended early; its message stands above"))
+            outcome = (
+                EngineOutcome(engine=engine, error=obstacle)
+                if obstacle is not None
+                else _run(run.model_copy(update={"engine": engine}), environment)
+            )
+            outcomes.append(outcome)
+            on_outcome(outcome)
     return tuple(outcomes)
 
 
@@ -87,23 +84,16 @@ def _obstacle(engine: Engine, *, has_gpu: bool) -> str | None:
     return None
 
 
-def _run(run: EngineRun, environment: Mapping[str, str], on_outcome: Callable[[EngineOutcome], None]) -> int:
-    """In a process of its own; how many outcomes came."""
-    count = 0
-    with subprocess.Popen(
-        command_line("engines"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8",
-        errors="replace", env=environment,
-    ) as process:  # fmt: skip
-        assert process.stdin is not None  # noqa: S101 - for the type checker
-        assert process.stdout is not None  # noqa: S101
-        with suppress(OSError):  # it may be gone already
-            process.stdin.write(run.model_dump_json())
-            process.stdin.close()
-        for line in process.stdout:
-            with suppress(ValidationError):  # what somebody else writes there is no outcome
-                on_outcome(EngineOutcome.model_validate_json(line))
-                count += 1
-    return count
+def _run(run: EngineRun, environment: Mapping[str, str]) -> EngineOutcome:
+    """In a process of its own."""
+    done = subprocess.run(
+        command_line("engines"), input=run.model_dump_json(), stdout=subprocess.PIPE, text=True, encoding="utf-8",
+        errors="replace", env=environment, check=False,
+    )  # fmt: skip
+    try:
+        return EngineOutcome.model_validate_json(done.stdout.rpartition("\n")[2])
+    except ValidationError:
+        return EngineOutcome(engine=run.engine, error="its process ended early; its message stands above")
 
 
 def words(outcome: EngineOutcome) -> str:

@@ -104,8 +104,7 @@ def cost_of(
         working = round(working * task.factors.of_memory("ram" if placement.device == "cpu" else placement.device))
     of_frames = TILED_RESERVE if tiling else WHOLE_RESERVE
     reserve = of_frames if stage is Stage.DECODE else WORKING_RESERVE
-    laws = task.coefficients.layers | (task.coefficients.layers_guided if task.guided else {})
-    law = laws.get(placement.component)
+    law = task.layers_of(placement.component)
     held, active = _memory(placement, facts, law, sizes, stage, working, reserve)
     if stage is Stage.ENCODE:
         answer, others = task.coefficients.answer_bytes, (card for card in denoisers if card != placement.device)

@@ -196,11 +196,11 @@ ON_GPU_ONLY: Final = frozenset((Engine.BLOCK_STREAM, Engine.LEAF_STREAM, Engine.
 
 
 class EngineRun(Value):
-    """What to compare."""
+    """What one process makes: a clip, with one engine."""
 
     card: ModelCard
     request: Request
-    engines: tuple[Engine, ...]
+    engine: Engine
     device: str
     dtype: str
     denoisers: tuple[str, ...]

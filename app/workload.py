@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from app.coefficients import Coefficients, ComponentFacts, VideoGrid
+from app.coefficients import Coefficients, ComponentFacts, LayersLaw, VideoGrid
 from app.quantization import Quantization, Stored, itemsize, packed_bytes
 from app.schema import Factors, Request
 
@@ -63,6 +63,11 @@ class Task(NamedTuple):
     """What earlier runs here taught; None: nothing."""
     stored: Mapping[str, Stored] = MappingProxyType({})
     """Components that lie quantized on the disk."""
+
+    def layers_of(self, component: str) -> LayersLaw | None:
+        """Its law where layers pass through, for this guidance; None: it was not fitted."""
+        guided = self.coefficients.layers_guided.get(component) if self.guided else None
+        return guided or self.coefficients.layers.get(component)
 
     @property
     def frame_bytes(self) -> int:

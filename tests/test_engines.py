@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from app import engines, hardware
-from app.config import Settings
-from app.events import Engine
-from app.schema import Draft
+from app import engines
+from app.events import Engine, EngineOutcome, EngineRun
 from tests import values
 from tests.test_cli import run
 
@@ -54,30 +53,28 @@ def test_an_engine_of_others_that_is_not_installed_is_named_with_the_line_to_pas
     assert str(engines._obstacle(Engine.DIFFUSERS_MM, has_gpu=True)).endswith("-m pip install diffusers-mm")
 
 
-@pytest.mark.parametrize("read", ["sys.stdin.read()", "sys.exit(9)"])
-def test_an_engine_that_kills_its_process_spoils_nothing_else(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, read: str
+@pytest.mark.parametrize(
+    "program", ["import sys; sys.stdin.read(); print('a greeting'); sys.exit(9)", "import sys; sys.exit(9)"]
+)
+def test_an_engine_that_kills_its_process_is_told_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str
 ) -> None:
-    """As on a machine with a card: one process dies, before or after it knows what to do, and the others go on."""
-    here = hardware.probe(settings)
-    monkeypatch.setattr(hardware, "probe", lambda _settings: here.model_copy(update={"gpus": (values.gpu(),)}))
-    program = settings.data_dir / "engine.py"
-    program.parent.mkdir(parents=True, exist_ok=True)
-    program.write_text(
-        "import os, sys\nfrom app.events import Engine, EngineOutcome, EngineRun\n"
-        f"dies = os.path.exists({str(settings.data_dir / 'second')!r})\n"
-        f"open({str(settings.data_dir / 'second')!r}, 'a').close()\n"
-        f"text = {read} if dies else sys.stdin.read()\n"
-        "run = EngineRun.model_validate_json(text)\n"
-        "if run.engines[0] is Engine.ACCELERATE_MODEL: sys.exit(9)\n"
-        "print('a greeting')\nprint(EngineOutcome(engine=run.engines[0]).model_dump_json())\n",
-        "utf-8",
-    )
-    monkeypatch.setattr(engines, "command_line", lambda _module: [sys.executable, str(program)])
-    monkeypatch.setenv("PYTHONPATH", str(Path(engines.__file__).parents[1]))
-    found = engines.compare(settings, Draft(model="built-in", prompt="a red ball"), [Engine.ACCELERATE_MODEL])
-    assert [(one.engine, one.error is None) for one in found] == [
-        (Engine.RESIDENT, True),
-        (Engine.ACCELERATE_MODEL, False),
-    ]
-    assert "ended early" in str(found[-1].error)
+    """After it knows what to do, or before: then what it is to do does not fit into the pipe."""
+    monkeypatch.setattr(engines, "command_line", lambda _module: [sys.executable, "-c", program])
+    run = EngineRun(
+        card=values.card(title="long " * 50_000), request=values.request(), engine=Engine.MMGP, device="cuda:0",
+        dtype="float32", denoisers=("transformer",), reference=tmp_path / "frames.npy",
+    )  # fmt: skip
+    found = engines._run(run, os.environ)
+    assert found.engine is Engine.MMGP
+    assert "ended early" in str(found.error)
+
+
+def test_what_an_engine_prints_does_not_hide_its_outcome(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = f"print('a greeting'); print({EngineOutcome(engine=Engine.MMGP, seconds=2).model_dump_json()!r}, end='')"
+    monkeypatch.setattr(engines, "command_line", lambda _module: [sys.executable, "-c", program])
+    run = EngineRun(
+        card=values.card(), request=values.request(), engine=Engine.MMGP, device="cuda:0", dtype="float32",
+        denoisers=("transformer",), reference=tmp_path / "frames.npy",
+    )  # fmt: skip
+    assert engines._run(run, os.environ) == EngineOutcome(engine=Engine.MMGP, seconds=2)

@@ -1,7 +1,7 @@
 """Ways to hold a pipeline, compared on this machine: the process behind `pocketreel bench offload`.
 
-Reads an `EngineRun` from stdin, prints an `EngineOutcome` a line. Each engine loads the model anew and makes the same
-clip twice; the second is measured. The frames are compared with those of `resident`, which comes first.
+Reads an `EngineRun` from stdin, prints an `EngineOutcome` as its last line. Each engine has a process, loads the model
+and makes the same clip twice; the second is measured. The frames are compared with those of the first that got through.
 
 On a large card a small one is imitated by a ballast: memory that is taken and never used, so that whatever allocates
 beyond the rest fails as it would there. Not covered: what an engine of another project thinks of the card's size, when
@@ -11,11 +11,9 @@ own ways without them are compared there.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -67,10 +65,11 @@ def plan_of(pipe: Any, engine: Engine, device: str, dtype: str) -> Arrangement:
     )
 
 
-def load(run: EngineRun, engine: Engine) -> Any:
-    """The run's pipeline, held by `engine`. Raises as `compare`."""
+def load(run: EngineRun) -> Any:
+    """The run's pipeline, held by its engine. Raises as `compare`."""
+    engine = run.engine
     if engine in OTHERS:
-        return other_engines.load(run, engine)
+        return other_engines.load(run)
     disk = {
         name: Placement(component=name, strategy=Strategy.DISK, device=run.device, dtype=run.dtype, weight_bytes=0)
         for name in (run.denoisers if engine is Engine.DISK else ())
@@ -84,7 +83,7 @@ def load(run: EngineRun, engine: Engine) -> Any:
     return pipe
 
 
-def compare(run: EngineRun, engine: Engine, wanted: pipeline.Pixels | None) -> tuple[EngineOutcome, pipeline.Pixels]:
+def compare(run: EngineRun, wanted: pipeline.Pixels | None) -> tuple[EngineOutcome, pipeline.Pixels]:
     """Make the clip with one engine, twice.
 
     Raises:
@@ -92,7 +91,7 @@ def compare(run: EngineRun, engine: Engine, wanted: pipeline.Pixels | None) -> t
         ModelNotUsable: nor load it.
         torch.OutOfMemoryError: it does not fit beside the ballast.
     """
-    pipe = load(run, engine)
+    engine, pipe = run.engine, load(run)
     steps: list[float] = []
 
     def on_progress(progress: Progress) -> None:
@@ -125,8 +124,7 @@ def compare(run: EngineRun, engine: Engine, wanted: pipeline.Pixels | None) -> t
         read_bytes=sum(reads) if reads else None,
         difference=difference,
     )
-    if engine not in OTHERS:
-        placement.remove(pipe)
+    placement.remove(pipe)
     return outcome, pixels
 
 
@@ -144,16 +142,14 @@ def main() -> int:
     """Answer the one document on stdin; 0."""
     run = EngineRun.model_validate_json(sys.stdin.read())
     # engines greet their users, and compilers that they start write where we do
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as answers:
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as answer:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        for outcome in compare_all(run):
-            answers.write(outcome.model_dump_json() + "\n")
-            answers.flush()
+        answer.write("\n" + answer_to(run).model_dump_json())
     return 0
 
 
-def compare_all(run: EngineRun) -> Iterator[EngineOutcome]:
-    """One after the other. The first to get through, where there is no reference yet, makes it."""
+def answer_to(run: EngineRun) -> EngineOutcome:
+    """What the engine took, or why it did not get through. The first to do so makes the reference."""
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     ballast = None
@@ -161,29 +157,23 @@ def compare_all(run: EngineRun) -> Iterator[EngineOutcome]:
         free, _ = torch.cuda.mem_get_info(run.device)
         ballast = torch.empty(max(0, free - run.vram_bytes), dtype=torch.uint8, device=run.device)
     wanted: pipeline.Pixels | None = np.load(run.reference) if run.reference.is_file() else None
-    for engine in run.engines:
-        pixels = None
-        try:
-            outcome, pixels = compare(run, engine, wanted)
-        except torch.OutOfMemoryError:
-            outcome = EngineOutcome(engine=engine, error="does not fit on the card")
-        except Exception as error:  # noqa: BLE001 - others' engines raise what they like, and the rest shall go on
-            words = "RAM ran out" if is_ram_error(error) else f"{type(error).__name__}: {error}"
-            outcome = EngineOutcome(engine=engine, error=words)
-        if ballast is not None and not outcome.error:
-            outcome = outcome.model_copy(
-                update={
-                    "vram_allocated_bytes": outcome.vram_allocated_bytes - ballast.nbytes,
-                    "vram_reserved_bytes": outcome.vram_reserved_bytes - ballast.nbytes,
-                }
-            )
-        if wanted is None and pixels is not None:
-            wanted = pixels
-            np.save(run.reference, pixels)
-        yield outcome
-        gc.collect()
-        if run.device.startswith("cuda"):
-            torch.cuda.empty_cache()
+    try:
+        outcome, pixels = compare(run, wanted)
+    except torch.OutOfMemoryError:
+        return EngineOutcome(engine=run.engine, error="does not fit on the card")
+    except Exception as error:  # noqa: BLE001 - others' engines raise what they like, and it is told
+        words = "RAM ran out" if is_ram_error(error) else f"{type(error).__name__}: {error}"
+        return EngineOutcome(engine=run.engine, error=words)
+    if wanted is None:
+        np.save(run.reference, pixels)
+    if ballast is None:
+        return outcome
+    return outcome.model_copy(
+        update={
+            "vram_allocated_bytes": outcome.vram_allocated_bytes - ballast.nbytes,
+            "vram_reserved_bytes": outcome.vram_reserved_bytes - ballast.nbytes,
+        }
+    )
 
 
 if __name__ == "__main__":

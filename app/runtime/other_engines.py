@@ -1,6 +1,6 @@
 """Other projects' ways to hold a pipeline, for `pocketreel bench offload`: each as its own documentation begins.
 
-    pipe = load(run, Engine.ACCELERATE_MODEL)    # as loaded by us, but held by accelerate
+    pipe = load(run)    # as loaded by us, but held by accelerate
 
 Nothing is tuned but one thing: none may quantize, so that all compute the same numbers in the same format. mmgp,
 diffusers-mm and aircanvas are imported here only, and are no dependency. They change the process they run in (a default
@@ -29,18 +29,18 @@ _MMGP_PROFILE = 4
 """`LowRAM_LowVRAM_Slow`, which it names as the default for consumer cards; without its 8-bit quantization."""
 
 
-def load(run: EngineRun, engine: Engine) -> Any:
-    """The pipeline of the run's card, held by `engine` on the run's device.
+def load(run: EngineRun) -> Any:
+    """The pipeline of the run's card, held by the run's engine on its device.
 
     Raises:
         ModelNotUsable: it cannot be loaded, or not by that engine.
         ImportError: the engine is not installed.
     """
-    if engine is Engine.AIRCANVAS:
+    if run.engine is Engine.AIRCANVAS:
         return _aircanvas(run)
     plan = Plan(device=run.device, dtype=run.dtype, strategy=Strategy.RESIDENT, placements=(), predicted_ram_bytes=0)
     pipe = pipeline.load(run.card, plan)
-    return hold(pipe, engine, run.device)
+    return hold(pipe, run.engine, run.device)
 
 
 def hold(pipe: Any, engine: Engine, device: str) -> Any:

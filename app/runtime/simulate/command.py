@@ -230,8 +230,7 @@ def _fit_again(family: Family, file: Path | None) -> Coefficients:
     then = content.get("versions", {})
     if not here.items() <= then.items():
         raise BadInput(f"{file} was fitted with {then}, here is {here}: fit it without --quick.")
-    parts = set(family.parts) - {"scheduler"}
-    if content.get("pipeline") != family.pipeline or not set(content.get("components", {})) <= parts:
+    if content.get("pipeline") != family.pipeline or not content.get("components", {}).keys() <= family.parts.keys():
         raise BadInput(f"{file} is of another model than {family.model}: name its own file with --out.")
     return Coefficients.model_validate({**content, **fit_quick(family)})
 

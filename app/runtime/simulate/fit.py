@@ -138,7 +138,6 @@ class _Seen(NamedTuple):
     kept: int
     denoising: dict[bool, list[int]]
     """With guidance and without: the smallest size, half the sides and a quarter of the frames, the usual size."""
-    """At half of the usual size and a quarter of its length, and at the usual ones."""
 
 
 def _see(family: Family, setup: Setup) -> _Seen:
@@ -201,14 +200,14 @@ def fit_quick(model: str | Path | Family) -> dict[str, Any]:
                     seen.denoising[guided].extend(_denoising(session, scale, ((0.5, 0.5), (0.75, 0.5))))
     # one law each: guided and plain work of one size differ in what else is there when memory peaks
     encoding = {name: _layers([size], [layered.encoding[name]]) for name, size in whole.encoding.items()}
-    laws = {guided: _layers(whole.denoising[guided], layered.denoising[guided]) for guided in whole.denoising}
+    found = {guided: _layers(whole.denoising[guided], layered.denoising[guided]) for guided in whole.denoising}
     denoisers = [name for name in family.parts if stage_of(name) is Stage.DENOISE]
     return {
         "encode_bytes": whole.encoding,
         "answer_bytes": whole.answer,
         "kept_bytes": whole.kept,
-        "layers": encoding | dict.fromkeys(denoisers, laws[False]),
-        "layers_guided": dict.fromkeys(denoisers, laws[True]) if True in laws else {},
+        "layers": encoding | dict.fromkeys(denoisers, found[False]),
+        "layers_guided": dict.fromkeys(denoisers, found[True]) if True in found else {},
     }
 
 
